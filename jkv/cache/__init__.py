@@ -1,0 +1,1 @@
+"""KV caches as values: specification, pytree."""

@@ -1,0 +1,1 @@
+"""Batches, sampling and the decode loop."""

@@ -1,0 +1,1 @@
+"""Flax NNX layers that run with and without a cache."""

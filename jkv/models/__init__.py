@@ -1,0 +1,1 @@
+"""Decoder models, their families, weights and tokenizers."""
