@@ -192,7 +192,8 @@ def rotations(
     config: RopeConfig, positions: Int[Array, "..."]
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
     """Return float32 cos and sin of every position's angles, one for each of the `dim / 2` pairs."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inverse_frequencies(config))
+    frequencies = jnp.asarray(inverse_frequencies(config)).reshape(*([1] * positions.ndim), -1)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     scale = attention_scaling(config)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 

@@ -1,0 +1,156 @@
+"""The KV cache: an immutable value of page pools, a page table and lengths.
+
+Knows nothing of attention: it gives new tokens their places and says what did not fit.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jkv.cache.spec import CacheSpec
+from jkv.pytree import State, pytree, static
+from jkv.sharding import Sharding
+
+Outputs = Literal["last", "all"]
+CODEC_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+@pytree
+class Pool(State):
+    """Pages of one cache group, all its layers in one array, and the table that names them.
+
+    Layer `i` owns pages `[i * num_pages, (i + 1) * num_pages)` of each shard.
+    """
+
+    keys: Float[Array, "page kv_head slot head_dim"]
+    values: Float[Array, "page kv_head slot head_dim"]
+    page_table: Int[Array, "seq max_pages"]
+    num_pages: int = static()
+
+
+@pytree
+class TokenBatch(State):
+    """The new tokens of one step, padded per sequence to `time`; made by `Cache.begin`.
+
+    Attributes:
+        starts: tokens that each sequence held before the step.
+        lens: new tokens of each sequence; 0 for an idle or refused row.
+        positions: place of each token in its sequence.
+        is_valid: False for padding, which writes nothing and attends to nothing.
+        outputs: the rows whose logits a model computes: each sequence's last new token, or all.
+    """
+
+    starts: Int[Array, " seq"]
+    lens: Int[Array, " seq"]
+    positions: Int[Array, "seq time"]
+    is_valid: Bool[Array, "seq time"]
+    outputs: Outputs = static(default="last")
+
+    @property
+    def last(self) -> Int[Array, " seq"]:
+        """Index in `time` of each sequence's last new token; 0 for an idle row."""
+        return jnp.maximum(self.lens - 1, 0)
+
+
+@pytree
+class Cache(State):
+    """The whole state of a batch of sequences: pools, table and lengths.
+
+    Attributes:
+        pools: one for each group of `spec`.
+        lengths: tokens written to each sequence.
+        num_dropped: tokens that were refused because they did not fit, since the cache was made.
+        spec: sizes and codecs.
+        capacity: tokens that a sequence may hold.
+    """
+
+    pools: tuple[Pool, ...]
+    lengths: Int[Array, " seq"]
+    num_dropped: Int[Array, " seq"]
+    spec: CacheSpec = static()
+    capacity: int = static()
+
+    @classmethod
+    def dense(
+        cls, spec: CacheSpec, *, num_sequences: int, capacity: int, sharding: Sharding | None = None
+    ) -> "Cache":
+        """Return an empty cache in which every sequence owns consecutive pages for `capacity` tokens.
+
+        Args:
+            spec: sizes and codecs.
+            num_sequences: rows of the batch.
+            capacity: tokens that a sequence may hold; storage is rounded up to whole pages.
+            sharding: where the arrays are born; nothing is ever materialized whole.
+
+        Raises:
+            ValueError: a size is not positive, or the mesh does not divide it.
+        """
+        if num_sequences < 1 or capacity < 1:
+            raise ValueError(
+                f"a dense cache needs at least one sequence and one token, got {num_sequences} and {capacity}"
+            )
+        if sharding is not None:
+            sharding.check_divides("seq", num_sequences)
+            for group in spec.groups:
+                sharding.check_divides("kv_head", group.num_kv_heads)
+        make = functools.partial(_empty_dense, spec, num_sequences, capacity, sharding)
+        if sharding is None:
+            return jax.jit(make)()
+        placement = cache_sharding(jax.eval_shape(make), sharding)
+        return jax.jit(make, out_shardings=placement)()
+
+    def begin(
+        self, lens: Int[Array, " seq"], *, time: int, outputs: Outputs = "last"
+    ) -> tuple["Cache", TokenBatch]:
+        """Open a step that adds `lens` tokens to each sequence, and return the advanced cache and the batch.
+
+        A row whose tokens do not all fit is refused whole: it adds nothing and `num_dropped` counts its tokens.
+
+        Args:
+            lens: new tokens of each sequence, at most `time`.
+            time: width that the step's rows are padded to.
+            outputs: see `TokenBatch`.
+        """
+        lens = jnp.clip(lens, 0, time)
+        starts = self.lengths
+        accepted = jnp.where(starts + lens <= self.capacity, lens, 0)
+        steps = jnp.arange(time, dtype=jnp.int32)[None]
+        batch = TokenBatch(
+            starts=starts,
+            lens=accepted,
+            positions=starts[:, None] + steps,
+            is_valid=steps < accepted[:, None],
+            outputs=outputs,
+        )
+        return self.replace(lengths=starts + accepted, num_dropped=self.num_dropped + lens - accepted), batch
+
+    def truncate(self, lengths: Int[Array, " seq"]) -> "Cache":
+        """Return the cache with each sequence cut to at most `lengths` tokens; negative counts as 0."""
+        return self.replace(lengths=jnp.minimum(self.lengths, jnp.maximum(lengths, 0)))
+
+
+def cache_sharding(cache: Cache, sharding: Sharding) -> Cache:
+    """Return a cache-shaped tree of NamedShardings: pages go with their sequences, heads over their axis."""
+    pool = sharding.named("page", "kv_head", None, None)
+    rows = sharding.named("seq")
+    pools = tuple(p.replace(keys=pool, values=pool, page_table=sharding.named("seq", None)) for p in cache.pools)
+    return cache.replace(pools=pools, lengths=rows, num_dropped=rows)
+
+
+def _empty_dense(spec: CacheSpec, num_sequences: int, capacity: int, sharding: Sharding | None) -> Cache:
+    num_shards = sharding.size("seq") if sharding else 1
+    rows = num_sequences // num_shards
+    pages = spec.pages_for(capacity)
+    table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
+    pools = []
+    for index, group in enumerate(spec.groups):
+        layer_pages, *page = spec.pool_shape(index, rows * pages)
+        zeros = functools.partial(jnp.zeros, (num_shards * layer_pages, *page), CODEC_DTYPES[group.codec])
+        pools.append(
+            Pool(keys=zeros(), values=zeros(), page_table=jnp.tile(table, (num_shards, 1)), num_pages=rows * pages)
+        )
+    counts = functools.partial(jnp.zeros, num_sequences, jnp.int32)
+    return Cache(pools=tuple(pools), lengths=counts(), num_dropped=counts(), spec=spec, capacity=capacity)

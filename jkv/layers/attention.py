@@ -1,0 +1,139 @@
+"""Grouped-query attention that decodes with a cache and trains without one.
+
+Knows nothing of models: it is given its place in the cache and the step's batch.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jkv import ops
+from jkv.cache.cache import Cache, TokenBatch
+from jkv.layers.linear import Linear, RMSNorm
+from jkv.layers.rope import RopeConfig, rotate, rotations
+from jkv.sharding import Sharding
+
+
+class GQAttention(nnx.Module):
+    """Causal attention in which groups of query heads share a key and a value head (Ainslie et al. 2023).
+
+    `num_kv_heads == num_heads` is multi-head attention, `num_kv_heads == 1` multi-query attention.
+
+    Args:
+        embed_dim: width of input and output.
+        num_heads: query heads.
+        num_kv_heads: key heads, and as many value heads; divides `num_heads`; None is `num_heads`.
+        head_dim: entries of a head; None is `embed_dim / num_heads`.
+        rope: rotary embedding of queries and keys; None leaves them unrotated.
+        window: latest positions that a query sees, its own included; None is all.
+        scale: multiplies the logits; None is `head_dim ** -0.5`.
+        has_qk_norm: RMSNorm over each query and key head before rotation.
+        has_qkv_bias: biases on the query, key and value projections.
+        has_output_bias: a bias on the output projection.
+        norm_eps: of the query and key norms.
+        implementation: how `jkv.ops.attend` computes; see there.
+        dtype: dtype of activations.
+        param_dtype: dtype of stored parameters.
+        sharding: splits sequences and heads over a mesh; None is one device.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: head counts do not divide, or the mesh does not divide them.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope: RopeConfig | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        has_qk_norm: bool = False,
+        has_qkv_bias: bool = False,
+        has_output_bias: bool = False,
+        norm_eps: float = 1e-6,
+        implementation: ops.Implementation = "auto",
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        sharding: Sharding | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}; or give head_dim")
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {num_heads}")
+        if sharding is not None:
+            sharding.check_divides("kv_head", self.num_kv_heads)
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "sharding": sharding, "rngs": rngs}
+
+        def project(heads: int, axis: str) -> Linear:
+            width = heads * self.head_dim
+            return Linear(embed_dim, width, axes=("embed", axis), has_bias=has_qkv_bias, **options)
+
+        self.q_proj = project(num_heads, "q_head")
+        self.k_proj = project(self.num_kv_heads, "kv_head")
+        self.v_proj = project(self.num_kv_heads, "kv_head")
+        self.o_proj = Linear(
+            num_heads * self.head_dim, embed_dim, axes=("q_head", "embed"), has_bias=has_output_bias, **options
+        )
+        self.q_norm = nnx.data(None)
+        self.k_norm = nnx.data(None)
+        if has_qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, eps=norm_eps, param_dtype=param_dtype, axis="head_dim")
+            self.k_norm = RMSNorm(self.head_dim, eps=norm_eps, param_dtype=param_dtype, axis="head_dim")
+        self.rope = rope
+        self.window = window
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.implementation = implementation
+        self.sharding = sharding
+
+    def __call__(
+        self,
+        x: Float[Array, "seq time embed"],
+        cache: Cache | None = None,
+        *,
+        where: ops.Where | None = None,
+        batch: TokenBatch | None = None,
+    ) -> tuple[Float[Array, "seq time embed"], Cache | None]:
+        """Attend from each token to its sequence's past and itself.
+
+        Args:
+            x: the step's tokens.
+            cache: what the sequences hold; consumed where the caller donates it. None: `x` is all there is.
+            where: the cache group and this layer's index in it; needed with a cache.
+            batch: the step, from `cache.begin`; needed with a cache.
+
+        Returns:
+            The output and the cache with the new tokens (None without one).
+        """
+        num_seqs, time, _ = x.shape
+        query = self.q_proj(x).reshape(num_seqs, time, self.num_heads, self.head_dim)
+        key = self.k_proj(x).reshape(num_seqs, time, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).reshape(num_seqs, time, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if self.rope is not None:
+            positions = jnp.arange(time, dtype=jnp.int32)[None] if batch is None else batch.positions
+            cos, sin = rotations(self.rope, positions)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        out, cache = ops.attend(
+            query,
+            key,
+            value,
+            cache,
+            where,
+            batch,
+            scale=self.scale,
+            window=self.window,
+            implementation=self.implementation,
+            sharding=self.sharding,
+        )
+        return self.o_proj(out.reshape(num_seqs, time, self.num_heads * self.head_dim)), cache

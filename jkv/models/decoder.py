@@ -1,0 +1,121 @@
+"""The decoder: embedding, blocks of attention and MLP, norm, output head.
+
+Reads a `ModelConfig`; knows no file format and no loop.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jkv import ops
+from jkv.cache.cache import Cache, TokenBatch
+from jkv.cache.spec import CacheGroup, CacheSpec, Codec
+from jkv.layers.attention import GQAttention
+from jkv.layers.linear import Embedding, Linear, RMSNorm
+from jkv.layers.mlp import GatedMLP
+from jkv.models.families import ModelConfig
+from jkv.sharding import Sharding
+
+
+class Block(nnx.Module):
+    """One decoder layer: attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, window: int | None, **options: Any):
+        norm = {"eps": config.norm_eps, "param_dtype": options["param_dtype"]}
+        implementation = options.pop("implementation")
+        self.attention_norm = RMSNorm(config.embed_dim, **norm)
+        self.attention = GQAttention(
+            config.embed_dim,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope=config.rope,
+            window=window,
+            has_qk_norm=config.has_qk_norm,
+            has_qkv_bias=config.has_qkv_bias,
+            has_output_bias=config.has_output_bias,
+            norm_eps=config.norm_eps,
+            implementation=implementation,
+            **options,
+        )
+        self.mlp_norm = RMSNorm(config.embed_dim, **norm)
+        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, has_bias=config.has_mlp_bias, **options)
+
+    def __call__(
+        self,
+        x: Float[Array, "seq time embed"],
+        cache: Cache | None = None,
+        *,
+        where: ops.Where | None = None,
+        batch: TokenBatch | None = None,
+    ) -> tuple[Float[Array, "seq time embed"], Cache | None]:
+        """Run the layer; arguments as `GQAttention`."""
+        attended, cache = self.attention(self.attention_norm(x), cache, where=where, batch=batch)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model.
+
+    Args:
+        config: sizes and switches.
+        implementation: how attention is computed; see `jkv.ops.attend`.
+        dtype: dtype of activations.
+        param_dtype: dtype of stored parameters.
+        sharding: places activations and runs attention over a mesh; None is one device.
+        rngs: draws the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        implementation: ops.Implementation = "auto",
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        sharding: Sharding | None = None,
+        rngs: nnx.Rngs,
+    ):
+        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "sharding": sharding, "rngs": rngs}
+        self.embed = Embedding(config.vocab_size, config.embed_dim, **options)
+        self.layers = nnx.List(
+            [Block(config, window, implementation=implementation, **options) for window in config.windows]
+        )
+        self.norm = RMSNorm(config.embed_dim, eps=config.norm_eps, param_dtype=param_dtype)
+        self.lm_head = nnx.data(None)
+        if not config.is_tied:
+            self.lm_head = Linear(config.embed_dim, config.vocab_size, axes=("embed", "vocab"), **options)
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Int[Array, "seq time"],
+        cache: Cache | None = None,
+        batch: TokenBatch | None = None,
+    ) -> tuple[Float[Array, "seq *time vocab"], Cache | None]:
+        """Return float32 logits and the cache that holds the tokens.
+
+        Args:
+            tokens: ids below the vocabulary's size; padding may be any id.
+            cache: see `GQAttention`; None for training.
+            batch: the step, from `cache.begin`. Its `outputs` says whether logits are `[seq, vocab]`, of each
+                sequence's last new token, or `[seq, time, vocab]`; without a cache they are the latter.
+        """
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x, cache = layer(x, cache, where=(0, index), batch=batch)
+        last_only = batch is not None and batch.outputs == "last"
+        if last_only:
+            x = jnp.take_along_axis(x, batch.last[:, None, None], axis=1)
+        x = self.norm(x)
+        logits = self.embed.attend(x) if self.lm_head is None else self.lm_head(x).astype(jnp.float32)
+        return (logits[:, 0] if last_only else logits), cache
+
+
+def cache_spec(config: ModelConfig, *, page_size: int, codec: Codec) -> CacheSpec:
+    """Return the cache that the model decodes with: one group for its layers of one shape."""
+    group = CacheGroup(config.num_layers, config.num_kv_heads, config.head_dim, codec)
+    return CacheSpec.create([group], page_size=page_size)
