@@ -1,0 +1,25 @@
+"""Configuration: strict YAML files, composed by name, overridden on the command line.
+
+Knows no JAX: a configuration can be read and checked anywhere.
+"""
+
+from jkv.config.errors import ConfigError, Place, Problem
+from jkv.config.load import config_yaml, load_config
+from jkv.config.mesh import LOGICAL_ARRAYS, MeshRules, MeshSection
+from jkv.config.sections import CacheSection, DecodeConfig, EngineSection, ModelSection, SamplingSection
+
+__all__ = [
+    "LOGICAL_ARRAYS",
+    "CacheSection",
+    "ConfigError",
+    "DecodeConfig",
+    "EngineSection",
+    "MeshRules",
+    "MeshSection",
+    "ModelSection",
+    "Place",
+    "Problem",
+    "SamplingSection",
+    "config_yaml",
+    "load_config",
+]

@@ -1,0 +1,144 @@
+"""The mesh section: devices by name, and which logical axis is split over which.
+
+Knows names and sizes; jkv.sharding makes the mesh and its shardings.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from jkv.config.errors import did_you_mean
+from jkv.config.section import Conflict, Count, Section, Text
+
+
+def _pairs(value: Any) -> Any:
+    """Turn the mapping that a file holds into what hashes."""
+    return tuple(value.items()) if isinstance(value, dict) else value
+
+
+MeshSizes = Annotated[tuple[tuple[Text, Count], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
+MeshAxis = Text | None
+
+
+@dataclass(frozen=True)
+class MeshRules(Section):
+    """The mesh axis that splits each axis of `jkv.axes.AXES`; null replicates.
+
+    There is none for `head_dim` and `slot`: they are never split.
+    """
+
+    seq: MeshAxis = None
+    time: MeshAxis = None
+    token: MeshAxis = None
+    q_head: MeshAxis = None
+    kv_head: MeshAxis = None
+    latent: MeshAxis = None
+    rope: MeshAxis = None
+    page: MeshAxis = None
+    layer: MeshAxis = None
+    embed: MeshAxis = None
+    mlp: MeshAxis = None
+    expert: MeshAxis = None
+    vocab: MeshAxis = None
+    context: MeshAxis = None
+
+
+# The logical axes of what a model and its cache hold: a mesh axis may split one axis of each.
+LOGICAL_ARRAYS: dict[str, tuple[str, ...]] = {
+    "embedding": ("vocab", "embed"),
+    "query projection": ("layer", "embed", "q_head", "head_dim"),
+    "key, value projection": ("layer", "embed", "kv_head", "head_dim"),
+    "output projection": ("layer", "q_head", "head_dim", "embed"),
+    "mlp in": ("layer", "embed", "mlp"),
+    "mlp out": ("layer", "mlp", "embed"),
+    "experts in": ("layer", "expert", "embed", "mlp"),
+    "experts out": ("layer", "expert", "mlp", "embed"),
+    "hidden": ("seq", "time", "embed"),
+    "hidden, ragged": ("token", "embed"),
+    "queries": ("seq", "time", "q_head", "head_dim"),
+    "queries, ragged": ("token", "q_head", "head_dim"),
+    "logits": ("seq", "vocab"),
+    "pool": ("page", "kv_head", "slot", "head_dim"),
+    "pool, latent": ("page", "slot", "latent"),
+    "pool, rotary": ("page", "slot", "rope"),
+}
+
+
+@dataclass(frozen=True)
+class MeshSection(Section):
+    """The devices and how arrays are split over them.
+
+    Attributes:
+        axes: name and devices of each mesh axis, outermost first.
+        axis_types: auto lets the compiler propagate shardings; explicit makes them part of types.
+        rules: the mesh axis of each logical axis.
+    """
+
+    axes: MeshSizes
+    axis_types: Literal["auto", "explicit"] = "auto"
+    rules: MeshRules = field(default_factory=MeshRules)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return prod(size for _, size in self.axes)
+
+    def spec(self, logical_axes: Sequence[str]) -> tuple[str | None, ...]:
+        """Return the entries of the PartitionSpec of an array with these logical axes."""
+        return tuple(getattr(self.rules, axis, None) for axis in logical_axes)
+
+    def shards(self, logical_axis: str) -> int:
+        """Return how many parts the logical axis is split into."""
+        name = getattr(self.rules, logical_axis, None)
+        return 1 if name is None else dict(self.axes)[name]
+
+    def conflicts(self) -> list[Conflict]:
+        """Mesh axes are named once, rules name ones that exist, and none splits an array twice."""
+        conflicts = [*_doubled(self.axes), *_strangers(self.rules, [name for name, _ in self.axes])]
+        return [*conflicts, *_unequal(self.rules), *_clashes(self.rules)]
+
+
+def _doubled(axes: tuple[tuple[str, int], ...]) -> Iterator[Conflict]:
+    """Find mesh axes that are named twice."""
+    names = [name for name, _ in axes]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield (
+                ("axes",),
+                f'must name each mesh axis once, got "{name}" {names.count(name)} times; keep one',
+            )
+
+
+def _strangers(rules: MeshRules, names: list[str]) -> Iterator[Conflict]:
+    """Find rules that name no axis of the mesh."""
+    for axis, name in asdict(rules).items():
+        if name is not None and name not in names:
+            known = ", ".join(names) or "it has none"
+            yield (
+                ("rules", axis),
+                f'must name an axis of the mesh ({known}), got "{name}"{did_you_mean(name, names)}',
+            )
+
+
+def _unequal(rules: MeshRules) -> Iterator[Conflict]:
+    """Find axes that must be split alike and are not: sequences own pages, KV heads serve query heads."""
+    for first, second in (("seq", "page"), ("q_head", "kv_head")):
+        wanted, got = getattr(rules, first), getattr(rules, second)
+        if wanted != got:
+            yield ("rules", second), f"must equal the rule of {first} ({wanted}), got {got}; set both alike"
+
+
+def _clashes(rules: MeshRules) -> Iterator[Conflict]:
+    """Find mesh axes that split two axes of one array; each pair of axes is said once."""
+    seen = set()
+    for array, axes in LOGICAL_ARRAYS.items():
+        for first, second in itertools.combinations(axes, 2):
+            name = getattr(rules, first, None)
+            if name is not None and name == getattr(rules, second, None) and {first, second} not in seen:
+                seen.add(frozenset((first, second)))
+                reason = f'must not be "{name}", which splits {first} of the same array'
+                yield ("rules", second), f"{reason} ({array}: {' '.join(axes)}); drop one"

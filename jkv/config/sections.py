@@ -1,0 +1,121 @@
+"""The configuration as frozen dataclasses: model, cache, engine, and the whole.
+
+Knows what each value may be; reads no file and imports no JAX.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jkv.config.mesh import MeshSection
+from jkv.config.section import Conflict, Count, Real, Section, Text
+
+
+@dataclass(frozen=True)
+class ModelSection(Section):
+    """Which weights, and in what precision.
+
+    Attributes:
+        path: a bundled model's name, a GGUF file, a checkpoint folder, or a Hugging Face hub id.
+        dtype: activations.
+        weights: how weights are stored.
+        scan_layers: compile one layer and scan over all; auto leaves it to the model.
+    """
+
+    path: Text
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    weights: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    scan_layers: Annotated[bool, Field(strict=True)] | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True)
+class CacheSection(Section):
+    """How keys and values are kept.
+
+    Attributes:
+        layout: how a sequence's pages lie in the pool.
+        page_size: tokens of a page.
+        capacity: tokens a sequence may hold; auto is its prompt and new tokens.
+        codec: how keys and values are stored.
+        pool_layout: order of the pool's axes; auto suits the device.
+    """
+
+    layout: Literal["dense"]
+    page_size: Count = 16
+    capacity: Count | Literal["auto"] = "auto"
+    codec: Literal["f32", "bf16"] = "f32"
+    pool_layout: Literal["auto", "plain"] = "auto"
+
+
+@dataclass(frozen=True)
+class SamplingSection(Section):
+    """How the next token is chosen where a request does not say.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: likeliest tokens kept; 0 keeps all.
+        top_p: probability kept, likeliest tokens first; 1 keeps all.
+        min_p: least probability kept, as a share of the likeliest token's.
+        repetition_penalty: divides positive logits of tokens seen, multiplies negative ones; 1 is none.
+        presence_penalty: subtracted from the logits of tokens generated.
+        frequency_penalty: subtracted from a logit for each time its token was generated.
+        max_new_tokens: tokens generated at most.
+    """
+
+    temperature: Annotated[Real, Field(ge=0)] = 0.0
+    top_k: Annotated[int, Field(strict=True, ge=0)] = 0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Real, Field(gt=0)] = 1.0
+    presence_penalty: Real = 0.0
+    frequency_penalty: Real = 0.0
+    max_new_tokens: Count = 128
+
+
+@dataclass(frozen=True)
+class EngineSection(Section):
+    """Limits of one running engine.
+
+    Attributes:
+        max_sequences: rows of the batch.
+        prefill_chunk: prompt tokens of one row in one step at most.
+        prefill_buckets: lengths that a chunk is padded to, rising; each is compiled once.
+        attention: the implementation; auto chooses by platform.
+        seed: start of every random choice.
+        sampling: see SamplingSection.
+    """
+
+    max_sequences: Count
+    prefill_chunk: Count = 512
+    prefill_buckets: tuple[Count, ...] = (16, 64, 256, 512)
+    attention: Literal["auto", "reference", "xla"] = "auto"
+    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    sampling: SamplingSection = field(default_factory=SamplingSection)
+
+    def conflicts(self) -> list[Conflict]:
+        """Buckets rise, and one holds a whole chunk."""
+        buckets = self.prefill_buckets
+        if list(buckets) != sorted(set(buckets)):
+            return [(("prefill_buckets",), f"must rise, got {list(buckets)}; sort them and keep each once")]
+        if not buckets or buckets[-1] < self.prefill_chunk:
+            reason = f"must hold a prefill_chunk of {self.prefill_chunk} tokens, got {list(buckets)}"
+            return [(("prefill_buckets",), f"{reason}; add {self.prefill_chunk}")]
+        return []
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Everything that a decode is configured by; hashable.
+
+    Attributes:
+        model: which weights, and in what precision.
+        cache: how keys and values are kept.
+        mesh: the devices and how arrays are split over them.
+        engine: limits, and defaults of requests.
+    """
+
+    model: ModelSection
+    cache: CacheSection
+    mesh: MeshSection
+    engine: EngineSection
