@@ -140,7 +140,8 @@ def test_a_bad_value_is_refused_with_what_it_must_be(tmp_path, section, text, me
         ("{axes: {data: 0}}", "mesh.axes.data: must be greater than 0, got 0"),
         (
             "{axes: {data: 2, model: 4}, rules: {mlp: modle}}",
-            'mesh.rules.mlp: must name an axis of the mesh (data, model), got "modle" (did you mean "model"?)',
+            "mesh.rules.mlp: must name an axis of the mesh (data, model), "
+            'got "modle" (did you mean "model"?)',
         ),
         (
             "{axes: {data: 2}, rules: {kv_heads: data}}",
@@ -148,7 +149,8 @@ def test_a_bad_value_is_refused_with_what_it_must_be(tmp_path, section, text, me
         ),
         (
             "{axes: {data: 2}, rules: {embed: data, mlp: data}}",
-            'mesh.rules.mlp: must not be "data", which splits embed of the same array (mlp in: layer embed mlp); drop one',
+            'mesh.rules.mlp: must not be "data", which splits embed of the same array '
+            "(mlp in: layer embed mlp); drop one",
         ),
         (
             "{axes: {data: 2}, rules: {page: data}}",
