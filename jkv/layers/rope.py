@@ -63,8 +63,8 @@ class RopeConfig:
         Raises:
             ValueError: the entry's type or one of its keys is not one that jkv computes.
         """
-        entry = dict(parameters)
-        kind = entry.pop("rope_type", None) or entry.pop("type", None) or "default"
+        entry = {key: value for key, value in parameters.items() if value is not None}
+        kind = entry.pop("rope_type", None) or entry.get("type", "default")
         entry.pop("type", None)
         theta = float(entry.pop("rope_theta", theta))
         allowed = _HF_KEYS.get(kind)
@@ -76,13 +76,27 @@ class RopeConfig:
         missing = sorted(_HF_REQUIRED[kind] - set(entry))
         if missing:
             raise ValueError(f"RoPE scaling {kind!r} lacks {missing}")
-        values = {allowed[key]: value for key, value in entry.items() if allowed[key] and value is not None}
+        values = {allowed[key]: value for key, value in entry.items() if allowed[key]}
         if kind in ("yarn", "llama3"):
             values.setdefault("original_max_position", max_position)
         if kind == "default":
             return cls(dim=dim, theta=theta)
-        return cls(dim=dim, theta=theta, scaling=kind, **values)
+        config = cls(
+            dim=dim,
+            theta=theta,
+            scaling=kind,
+            **{key: _CASTS.get(key, float)(v) for key, v in values.items()},
+        )
+        if kind == "llama3" and not config.low_freq_factor < config.high_freq_factor:
+            raise ValueError(
+                f"RoPE scaling 'llama3' needs low_freq_factor < high_freq_factor, "
+                f"got {config.low_freq_factor} and {config.high_freq_factor}"
+            )
+        return config
 
+
+# JSON writes 8 for 8.0: what is not named here becomes a float.
+_CASTS: dict[str, type] = {"original_max_position": int, "truncate": bool}
 
 # config.json key -> field; "" is read and means nothing to us.
 _HF_KEYS: dict[str, dict[str, str]] = {
