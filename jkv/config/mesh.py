@@ -50,9 +50,9 @@ class MeshRules(Section):
 # The logical axes of what a model and its cache hold: a mesh axis may split one axis of each.
 LOGICAL_ARRAYS: dict[str, tuple[str, ...]] = {
     "embedding": ("vocab", "embed"),
-    "query projection": ("layer", "embed", "q_head", "head_dim"),
-    "key, value projection": ("layer", "embed", "kv_head", "head_dim"),
-    "output projection": ("layer", "q_head", "head_dim", "embed"),
+    "query projection": ("layer", "embed", "q_head"),
+    "key, value projection": ("layer", "embed", "kv_head"),
+    "output projection": ("layer", "q_head", "embed"),
     "mlp in": ("layer", "embed", "mlp"),
     "mlp out": ("layer", "mlp", "embed"),
     "experts in": ("layer", "expert", "embed", "mlp"),

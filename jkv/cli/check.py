@@ -1,0 +1,119 @@
+"""`jkv check`: a resolved configuration and what follows from it.
+
+Knows sizes and names; reads no weights and touches no device.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jkv import ops
+from jkv.config import (
+    LOGICAL_ARRAYS,
+    ConfigError,
+    DecodeConfig,
+    MeshSection,
+    Place,
+    Problem,
+    config_yaml,
+    load_config,
+)
+from jkv.models.decoder import Decoder, cache_spec
+from jkv.models.families import ModelConfig
+
+WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+
+
+def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | None = None) -> str:
+    """Return the resolved configuration as YAML, and what follows from it.
+
+    Args:
+        config: see `jkv.config.load_config`.
+        overrides: see `jkv.config.load_config`.
+        model: sizes of the configured model; None leaves out what depends on them.
+
+    Raises:
+        ConfigError: the configuration is wrong, or does not fit the model.
+    """
+    resolved = load_config(config, overrides)
+    parts = [config_yaml(resolved), _devices(resolved), _specs(resolved.mesh)]
+    if model is not None:
+        _check_divides(resolved, model)
+        parts += [_weights(resolved, model), _cache(resolved, model)]
+    return "\n".join(parts)
+
+
+def _devices(config: DecodeConfig) -> str:
+    axes = " x ".join(f"{name} {size}" for name, size in config.mesh.axes)
+    asked = config.engine.attention
+    return f"devices: {config.mesh.num_devices} ({axes})\nattention: {asked} -> {ops.choose(asked)}\n"
+
+
+def _specs(mesh: MeshSection) -> str:
+    lines = [
+        f"  {array:24}{' '.join(axes):30}P({', '.join(map(str, mesh.spec(axes)))})"
+        for array, axes in LOGICAL_ARRAYS.items()
+    ]
+    return "\n".join(["partition specs:", *lines, ""])
+
+
+def _check_divides(config: DecodeConfig, model: ModelConfig) -> None:
+    """Refuse a mesh axis that does not divide what it splits."""
+    sizes = {
+        "seq": (config.engine.max_sequences, "sequences"),
+        "q_head": (model.num_heads, "query heads"),
+        "kv_head": (model.num_kv_heads, "key and value heads"),
+        "embed": (model.embed_dim, "entries of the residual stream"),
+        "mlp": (model.mlp_dim, "entries of the MLP"),
+        "vocab": (model.vocab_size, "token ids"),
+        "layer": (model.num_layers, "layers"),
+    }
+    mesh = config.mesh
+    reason = "must split {} evenly, got {} over {} devices; choose another mesh or drop the rule"
+    problems = [
+        Problem(Place(config.model.path), f"mesh.rules.{axis}", reason.format(what, size, mesh.shards(axis)))
+        for axis, (size, what) in sizes.items()
+        if size % mesh.shards(axis)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _weights(config: DecodeConfig, model: ModelConfig) -> str:
+    dtype = jnp.dtype(config.model.dtype)
+    shapes = nnx.eval_shape(lambda: Decoder(model, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    total = on_device = 0
+    for _, parameter in nnx.to_flat_state(nnx.state(shapes, nnx.Param)):
+        total += parameter.size
+        on_device += parameter.size // prod(map(config.mesh.shards, parameter.get_metadata()["logical_axes"]))
+    sizes = [f"  {name:10}{_bytes(total * bits // 8)}" for name, bits in WEIGHT_BITS.items()]
+    stored = config.model.weights
+    return "\n".join(
+        [
+            f"parameters: {total:,} (bytes of integers without their scales)",
+            *sizes,
+            f"  on a device, {stored}: {_bytes(on_device * WEIGHT_BITS[stored] // 8)}",
+            "",
+        ]
+    )
+
+
+def _cache(config: DecodeConfig, model: ModelConfig) -> str:
+    cache, mesh = config.cache, config.mesh
+    spec = cache_spec(model, page_size=cache.page_size, codec=cache.codec)
+    lines = [f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page"]
+    if cache.capacity == "auto":
+        return f"{lines[0]}; a sequence holds its prompt and new tokens\n"
+    sequences = config.engine.max_sequences
+    total = spec.dense_bytes(sequences, cache.capacity)
+    on_device = total // (mesh.shards("page") * mesh.shards("kv_head"))
+    lines.append(f"  {sequences} sequences of {cache.capacity} tokens: {_bytes(total)}")
+    lines.append(f"  on a device: {_bytes(on_device)}")
+    return "\n".join([*lines, ""])
+
+
+def _bytes(count: int) -> str:
+    """Return a number of bytes, with its megabytes where it has any."""
+    return f"{count:,} bytes" + (f" ({count / 1e6:,.1f} MB)" if count >= 10**6 else "")

@@ -1,0 +1,83 @@
+import pytest
+import yaml
+
+from jkv.cli.check import check
+from jkv.config import ConfigError
+from jkv.layers.rope import RopeConfig
+from jkv.models.families import ModelConfig
+
+
+def make_model(**changes: int) -> ModelConfig:
+    sizes = {
+        "vocab_size": 64,
+        "num_layers": 3,
+        "embed_dim": 16,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "mlp_dim": 32,
+    }
+    return ModelConfig(
+        family="llama",
+        head_dim=4,
+        norm_eps=1e-5,
+        rope=RopeConfig(dim=4),
+        max_length=128,
+        windows=(None,) * 3,
+        is_tied=True,
+        **(sizes | changes),
+    )
+
+
+def test_the_resolved_configuration_comes_first():
+    shown = check("smollm2-cpu", ["--cache.page-size", "32"])
+    resolved = yaml.safe_load(shown.partition("\ndevices:")[0])
+    assert resolved["cache"]["page_size"] == 32
+    assert list(resolved) == ["model", "cache", "mesh", "engine"]
+
+
+def test_the_mesh_and_its_specs_are_shown():
+    shown = check("smollm2-cpu", ["--mesh", "cpu-2x4"])
+    assert "devices: 8 (data 2 x model 4)" in shown
+    (pool,) = [line for line in shown.splitlines() if line.startswith("  pool ")]
+    assert pool.endswith("P(data, model, None, None)")
+
+
+def test_the_implementation_that_will_run_is_named():
+    assert "attention: auto -> xla" in check("smollm2-cpu")
+    assert "attention: reference -> reference" in check("smollm2-cpu", ["--engine.attention", "reference"])
+
+
+def test_parameters_are_counted_to_the_byte():
+    count = 64 * 16 + 3 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16
+    shown = check("smollm2-cpu", model=make_model())
+    assert f"parameters: {count:,}" in shown
+    assert f"float32   {4 * count:,} bytes" in shown
+    assert f"on a device, float32: {4 * count:,} bytes" in shown
+
+
+def test_a_device_holds_its_share_of_weights_and_cache():
+    flags = ["--mesh", "cpu-2x4", "--cache.capacity", "40", "--cache.page-size", "16"]
+    shown = check("smollm2-cpu", flags, model=make_model())
+    norms = (2 * 3 + 1) * 16
+    split = 64 * 16 + 3 * (4 * 16 * 16 + 3 * 16 * 32)
+    assert f"on a device, float32: {4 * (norms + split // 4):,} bytes" in shown
+    total = 2 * 8 * 48 * 3 * 4 * 4 * 4
+    assert f"8 sequences of 40 tokens: {total:,} bytes" in shown
+    assert f"on a device: {total // 8:,} bytes" in shown
+
+
+def test_a_capacity_that_depends_on_the_request_is_said():
+    shown = check("smollm2-cpu", model=make_model())
+    assert f"cache: {2 * 3 * 4 * 4 * 4} bytes a token" in shown
+    assert "holds its prompt and new tokens" in shown
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        check("smollm2-cpu", ["--mesh", "cpu-2x4"], model=make_model(num_heads=9, num_kv_heads=3))
+    assert str(caught.value).splitlines() == [
+        "smollm2-135m: mesh.rules.q_head: must split query heads evenly, got 9 over 4 devices; "
+        "choose another mesh or drop the rule",
+        "smollm2-135m: mesh.rules.kv_head: must split key and value heads evenly, got 3 over 4 devices; "
+        "choose another mesh or drop the rule",
+    ]
