@@ -5,7 +5,7 @@ Knows nothing of caches or attention: it turns positions into rotations.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +51,7 @@ class RopeConfig:
     frequency_factors: tuple[float, ...] | None = None
 
     @classmethod
-    def from_hf(cls, parameters: dict, *, dim: int, theta: float, max_position: int) -> Self:
+    def from_hf(cls, parameters: dict, *, dim: int, theta: float, max_position: int) -> "RopeConfig":
         """Read a `rope_scaling` or `rope_parameters` entry of a Hugging Face config.json.
 
         Args:
@@ -67,32 +67,31 @@ class RopeConfig:
         kind = entry.pop("rope_type", None) or entry.get("type", "default")
         entry.pop("type", None)
         theta = float(entry.pop("rope_theta", theta))
-        allowed = _HF_KEYS.get(kind)
-        if allowed is None:
-            raise ValueError(f"RoPE scaling must be one of {sorted(_HF_KEYS)}, got {kind!r}")
-        unknown = sorted(set(entry) - set(allowed))
-        if unknown:
-            raise ValueError(f"RoPE scaling {kind!r} has unknown keys {unknown}; known: {sorted(allowed)}")
-        missing = sorted(_HF_REQUIRED[kind] - set(entry))
-        if missing:
-            raise ValueError(f"RoPE scaling {kind!r} lacks {missing}")
-        values = {allowed[key]: value for key, value in entry.items() if allowed[key]}
-        if kind in ("yarn", "llama3"):
-            values.setdefault("original_max_position", max_position)
+        _check_hf_keys(kind, entry)
         if kind == "default":
             return cls(dim=dim, theta=theta)
-        config = cls(
-            dim=dim,
-            theta=theta,
-            scaling=kind,
-            **{key: _CASTS.get(key, float)(v) for key, v in values.items()},
-        )
+        fields = {_HF_KEYS[kind][key]: value for key, value in entry.items()}
+        values = {field: _CASTS.get(field, float)(value) for field, value in fields.items() if field}
+        if kind in ("yarn", "llama3"):
+            values.setdefault("original_max_position", max_position)
+        config = cls(dim=dim, theta=theta, scaling=kind, **values)
         if kind == "llama3" and not config.low_freq_factor < config.high_freq_factor:
             raise ValueError(
-                f"RoPE scaling 'llama3' needs low_freq_factor < high_freq_factor, "
+                "RoPE scaling 'llama3' must have low_freq_factor below high_freq_factor, "
                 f"got {config.low_freq_factor} and {config.high_freq_factor}"
             )
         return config
+
+
+def _check_hf_keys(kind: str, entry: dict) -> None:
+    if kind not in _HF_KEYS:
+        raise ValueError(f"RoPE scaling must be one of {sorted(_HF_KEYS)}, got {kind!r}")
+    unknown = sorted(set(entry) - set(_HF_KEYS[kind]))
+    if unknown:
+        raise ValueError(f"RoPE scaling {kind!r} has unknown keys {unknown}; known: {sorted(_HF_KEYS[kind])}")
+    missing = sorted(_HF_REQUIRED[kind] - set(entry))
+    if missing:
+        raise ValueError(f"RoPE scaling {kind!r} lacks {missing}")
 
 
 # JSON writes 8 for 8.0: what is not named here becomes a float.
