@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jkv import ops
@@ -58,8 +59,8 @@ class GQAttention(nnx.Module):
         has_output_bias: bool = False,
         norm_eps: float = 1e-6,
         implementation: ops.Implementation = "auto",
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):

@@ -7,23 +7,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jkv.layers.dense import dense
 from jkv.sharding import Sharding
 
 
 class Linear(nnx.Module):
-    """`x @ kernel + bias`, kernel stored `[in, out]`.
+    """`x @ weight.T + bias`, the weight stored `[out, in]` as checkpoints do.
 
     Args:
         in_features: width of the input.
         out_features: width of the output.
-        axes: logical names of the kernel's two dimensions.
+        axes: logical names of the input and the output.
         has_bias: adds a bias.
-        dtype: dtype of the product; inputs and kernel are cast to it.
+        dtype: dtype of the product; inputs and weight are cast to it.
         param_dtype: dtype of the stored parameters.
         sharding: places the output where an axis that the product sums over is split.
-        rngs: draws the kernel (LeCun normal); the bias starts at zero.
+        rngs: draws the weight (LeCun normal); the bias starts at zero.
     """
 
     def __init__(
@@ -33,14 +35,15 @@ class Linear(nnx.Module):
         *,
         axes: tuple[str, str],
         has_bias: bool = False,
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
-        shape = (in_features, out_features)
-        draw = nnx.initializers.lecun_normal()
-        self.kernel = nnx.Param(draw(rngs.params(), shape, param_dtype), logical_axes=axes)
+        draw = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        self.weight = nnx.Param(
+            draw(rngs.params(), (out_features, in_features), param_dtype), logical_axes=(axes[1], axes[0])
+        )
         self.bias = nnx.data(None)
         if has_bias:
             self.bias = nnx.Param(jnp.zeros(out_features, param_dtype), logical_axes=(axes[1],))
@@ -50,12 +53,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "seq time features"]) -> Float[Array, "seq time out"]:
         """Project the last axis."""
-        y = jax.lax.dot_general(
-            x.astype(self.dtype),
-            self.kernel[...].astype(self.dtype),
-            (((2,), (0,)), ((), ())),
-            out_sharding=output_spec(self.sharding, "seq", None, self.axes[1]),
-        )
+        spec = output_spec(self.sharding, "seq", None, self.axes[1])
+        y = dense(x.astype(self.dtype), self.weight[...].astype(self.dtype), spec)
         if self.bias is not None:
             y = y + self.bias[...].astype(self.dtype)[None, None]
         return y
@@ -69,8 +68,8 @@ class Embedding(nnx.Module):
         vocab_size: int,
         embed_dim: int,
         *,
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
@@ -87,19 +86,14 @@ class Embedding(nnx.Module):
 
     def attend(self, x: Float[Array, "seq time embed"]) -> Float[Array, "seq time vocab"]:
         """Return float32 logits of `x` against every token's vector."""
-        return jax.lax.dot_general(
-            x.astype(self.dtype),
-            self.embedding[...].astype(self.dtype),
-            (((2,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32,
-            out_sharding=output_spec(self.sharding, "seq", None, "vocab"),
-        )
+        spec = output_spec(self.sharding, "seq", None, "vocab")
+        return dense(x.astype(self.dtype), self.embedding[...].astype(self.dtype), spec, jnp.float32)
 
 
 class RMSNorm(nnx.Module):
     """Divides by the root of the mean square over the last axis, in float32, then scales (Zhang et al. 2019)."""
 
-    def __init__(self, features: int, *, eps: float = 1e-6, param_dtype: jnp.dtype = jnp.float32, axis: str = "embed"):
+    def __init__(self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32, axis: str = "embed"):
         self.scale = nnx.Param(jnp.ones(features, param_dtype), logical_axes=(axis,))
         self.eps = eps
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jkv.layers.linear import Linear
@@ -18,8 +19,8 @@ class GatedMLP(nnx.Module):
         mlp_dim: int,
         *,
         has_bias: bool = False,
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):

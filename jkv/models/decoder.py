@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jkv import ops
@@ -74,8 +75,8 @@ class Decoder(nnx.Module):
         config: ModelConfig,
         *,
         implementation: ops.Implementation = "auto",
-        dtype: jnp.dtype = jnp.float32,
-        param_dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
