@@ -1,11 +1,9 @@
-"""The model families as data: what a checkpoint's own description means for the decoder.
+"""The model families as data, and the sizes and switches of one model.
 
-Knows names and sizes; reads no tensor and builds no layer.
+Knows names and sizes; reads no file and builds no layer.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jkv.layers.rope import RopeConfig
 
@@ -32,7 +30,8 @@ class ModelConfig:
         has_output_bias: a bias on the attention's output projection.
         has_mlp_bias: biases in the MLP.
         is_tied: the output head is the embedding.
-        bos_token_id: token that starts a text, where the model wants one.
+        bos_token_id: token that starts a text, where the checkpoint names one; the tokenizer knows whether to
+            add it.
         eos_token_ids: tokens that end generation.
     """
 
@@ -57,6 +56,18 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
+def check_sizes(config: ModelConfig) -> ModelConfig:
+    """Return `config`, or raise a ValueError that names the sizes which do not fit each other."""
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            "the query heads must be a multiple of the KV heads, "
+            f"got {config.num_heads} and {config.num_kv_heads}"
+        )
+    if any(window is not None and window < 1 for window in config.windows):
+        raise ValueError(f"a sliding window must hold at least one token, got {config.windows}")
+    return config
+
+
 @dataclass(frozen=True)
 class Family:
     """What the members of a family have in common.
@@ -67,9 +78,9 @@ class Family:
         gguf_name: `general.architecture` of a GGUF file.
         is_gguf_permuted: GGUF stores q and k rows in the interleaved rotary order.
         has_qk_norm: see `ModelConfig`.
-        has_qkv_bias: always there; None: config.json's `attention_bias` says, for the output too.
-        has_window: config.json's `sliding_window` counts by itself; otherwise `use_sliding_window` must be set.
-        keys: config.json keys of this family beyond `_COMMON_KEYS`.
+        has_qkv_bias: see `ModelConfig`; None: config.json's `attention_bias` says, for the output too.
+        has_window: config.json's `sliding_window` counts by itself; else `use_sliding_window` switches it on.
+        keys: config.json keys of this family beyond those that all share.
     """
 
     architecture: str
@@ -85,14 +96,23 @@ class Family:
 _WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 FAMILIES: dict[str, Family] = {
     "llama": Family(
-        "LlamaForCausalLM", "llama", "llama", is_gguf_permuted=True, keys=frozenset({"attention_bias", "mlp_bias"})
+        "LlamaForCausalLM",
+        "llama",
+        "llama",
+        is_gguf_permuted=True,
+        keys=frozenset({"attention_bias", "mlp_bias"}),
     ),
     "mistral": Family(
-        "MistralForCausalLM", "mistral", "llama", is_gguf_permuted=True, has_qkv_bias=False, has_window=True,
-        keys=frozenset({"sliding_window", "layer_types"}),
+        "MistralForCausalLM",
+        "mistral",
+        "llama",
+        is_gguf_permuted=True,
+        has_qkv_bias=False,
+        has_window=True,
+        keys=frozenset({"sliding_window"}),
     ),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", "qwen2", has_qkv_bias=True, keys=_WINDOW_KEYS),
     "qwen3": Family(
         "Qwen3ForCausalLM", "qwen3", "qwen3", has_qk_norm=True, keys=_WINDOW_KEYS | {"attention_bias"}
     ),
-}  # fmt: skip
+}

@@ -1,0 +1,159 @@
+"""The reader of a GGUF file's metadata.
+
+Knows which keys change what a model computes, after llama.cpp; opens no file.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jkv.layers.rope import RopeConfig, yarn_mscale
+from jkv.models.families import FAMILIES, ModelConfig, check_sizes
+
+_REQUIRED = frozenset(
+    {
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.layer_norm_rms_epsilon",
+    }
+)
+_OPTIONAL = frozenset(
+    {
+        "vocab_size",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.sliding_window",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
+)
+# llama.cpp overrides or multiplies these in ways that differ between its versions.
+_FIXED: dict[str, Any] = {
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+}
+_END_TOKENS = ("eos", "eot", "eom")
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    tensor_names: Collection[str],
+    frequency_factors: tuple[float, ...] | None = None,
+) -> ModelConfig:
+    """Read a GGUF file's metadata.
+
+    Args:
+        metadata: the file's keys and values.
+        tensor_names: its tensors, which say whether there are biases and an output head.
+        frequency_factors: the tensor `rope_freqs.weight`, where the file has it.
+
+    Raises:
+        ValueError: the architecture is not one of `FAMILIES`, a size is missing, or a key could change what
+            the model computes and is not understood.
+    """
+    architecture = metadata.get("general.architecture")
+    names = [name for name, family in FAMILIES.items() if family.gguf_name == architecture]
+    if not names:
+        known = sorted({family.gguf_name for family in FAMILIES.values()})
+        raise ValueError(f"general.architecture must be one of {known}, got {architecture!r}")
+    given = _keys(metadata, str(architecture))
+    num_heads = given["attention.head_count"]
+    head_dim = given.get("attention.key_length", given["embedding_length"] // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if given.get(key, head_dim) != head_dim:
+            raise ValueError(f"{architecture}.{key} must be the head's size {head_dim}, got {given[key]}")
+    if ("rope_freqs.weight" in tensor_names) != (frequency_factors is not None):
+        raise ValueError(
+            "frequency_factors must be given exactly where the file has a tensor rope_freqs.weight"
+        )
+    return check_sizes(
+        ModelConfig(
+            family=names[0],
+            vocab_size=_vocab_size(metadata, given),
+            num_layers=given["block_count"],
+            embed_dim=given["embedding_length"],
+            num_heads=num_heads,
+            num_kv_heads=given.get("attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            mlp_dim=given["feed_forward_length"],
+            norm_eps=float(given["attention.layer_norm_rms_epsilon"]),
+            rope=_rope(given, head_dim, frequency_factors),
+            max_length=given["context_length"],
+            windows=(given.get("attention.sliding_window") or None,) * given["block_count"],
+            has_qk_norm=FAMILIES[names[0]].has_qk_norm,
+            has_qkv_bias="blk.0.attn_q.bias" in tensor_names,
+            has_output_bias="blk.0.attn_output.bias" in tensor_names,
+            has_mlp_bias="blk.0.ffn_up.bias" in tensor_names,
+            is_tied="output.weight" not in tensor_names,
+            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=_end_tokens(metadata),
+        )
+    )
+
+
+def _keys(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the architecture's own keys without their prefix, all of them understood."""
+    prefix = f"{architecture}."
+    given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    missing = sorted(prefix + key for key in _REQUIRED - set(given))
+    if missing:
+        raise ValueError(f"the GGUF metadata lacks {missing}")
+    unknown = sorted(prefix + key for key in set(given) - _REQUIRED - _OPTIONAL - _FIXED.keys())
+    if unknown:
+        raise ValueError(f"the GGUF metadata has keys that jkv does not compute: {unknown}")
+    for key, value in _FIXED.items():
+        if given.get(key, value) != value:
+            raise ValueError(f"{prefix}{key} must be {value!r}, got {given[key]!r}")
+    return given
+
+
+def _vocab_size(metadata: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    size = given.get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())))
+    if not size:
+        raise ValueError("the GGUF metadata must have a vocab_size or tokenizer.ggml.tokens, got neither")
+    return size
+
+
+def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS)
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _rope(given: Mapping[str, Any], head_dim: int, factors: tuple[float, ...] | None) -> RopeConfig:
+    """Read as llama.cpp does: a factor without a type is linear, attn_factor multiplies yarn's own."""
+    rope = RopeConfig(
+        dim=head_dim, theta=float(given.get("rope.freq_base", 10000.0)), frequency_factors=factors
+    )
+    kind = given.get("rope.scaling.type", "linear")
+    factor = float(given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1.0)
+    attention_factor = float(given.get("rope.scaling.attn_factor", 1.0))
+    if kind not in ("none", "linear", "yarn"):
+        raise ValueError(f"rope.scaling.type must be one of ['linear', 'none', 'yarn'], got {kind!r}")
+    if kind == "yarn":
+        return replace(
+            rope,
+            scaling="yarn",
+            factor=factor,
+            original_max_position=given.get("rope.scaling.original_context_length", given["context_length"]),
+            beta_fast=float(given.get("rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(given.get("rope.scaling.yarn_beta_slow", 1.0)),
+            attention_factor=attention_factor * yarn_mscale(factor),
+        )
+    if attention_factor != 1.0:
+        raise ValueError(f"rope.scaling.attn_factor must be 1.0 without yarn, got {attention_factor}")
+    return rope if kind == "none" or factor == 1.0 else replace(rope, scaling="linear", factor=factor)

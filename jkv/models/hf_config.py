@@ -1,0 +1,186 @@
+"""The reader of a Hugging Face config.json.
+
+Knows which keys change what a model computes; opens no file.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jkv.layers.rope import RopeConfig
+from jkv.models.families import FAMILIES, Family, ModelConfig, check_sizes
+
+_REQUIRED = frozenset(
+    {
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    }
+)
+_OPTIONAL = frozenset(
+    {
+        "num_key_value_heads",
+        "head_dim",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "quantization_config",
+    }
+)
+# Keys that would change the maths, and the one value with which they do not. Null is as good as absent.
+_FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "pretraining_tp": 1,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "chunk_size_feed_forward": 0,
+}
+# Keys about training, storage and the library that wrote the file.
+_HARMLESS = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "dtype",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+# What transformers takes where a window is switched on without a size, and from which layer on (Qwen).
+_DEFAULT_WINDOW = 4096
+_DEFAULT_MAX_WINDOW_LAYERS = 28
+
+
+def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """Read a Hugging Face config.json, in the form of transformers 4 or 5.
+
+    Raises:
+        ValueError: the architecture is not one of `FAMILIES`, a size is missing, or a key could change what
+            the model computes and is not understood.
+    """
+    name, family = _family(config)
+    given = {key: value for key, value in config.items() if value is not None}
+    _check_keys(given, family)
+    num_heads = given["num_attention_heads"]
+    head_dim = given.get("head_dim") or given["hidden_size"] // num_heads
+    has_bias = bool(given.get("attention_bias", False))
+    return check_sizes(
+        ModelConfig(
+            family=name,
+            vocab_size=given["vocab_size"],
+            num_layers=given["num_hidden_layers"],
+            embed_dim=given["hidden_size"],
+            num_heads=num_heads,
+            num_kv_heads=given.get("num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            mlp_dim=given["intermediate_size"],
+            norm_eps=float(given["rms_norm_eps"]),
+            rope=_rope(given, head_dim),
+            max_length=given["max_position_embeddings"],
+            windows=_windows(config, family),
+            has_qk_norm=family.has_qk_norm,
+            has_qkv_bias=has_bias if family.has_qkv_bias is None else family.has_qkv_bias,
+            has_output_bias=has_bias,
+            has_mlp_bias=bool(given.get("mlp_bias", False)),
+            is_tied=bool(given.get("tie_word_embeddings", False)),
+            bos_token_id=given.get("bos_token_id"),
+            eos_token_ids=_token_ids(given.get("eos_token_id")),
+        )
+    )
+
+
+def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    for name, family in FAMILIES.items():
+        if architectures == [family.architecture] or (not architectures and model_type == family.model_type):
+            return name, family
+    known = [family.architecture for family in FAMILIES.values()]
+    raise ValueError(f"config.json must name one of {known}, got {architectures or model_type}")
+
+
+def _check_keys(given: Mapping[str, Any], family: Family) -> None:
+    missing = sorted(_REQUIRED - set(given))
+    if missing:
+        raise ValueError(f"config.json of a {family.architecture} lacks {missing}")
+    known = _REQUIRED | _OPTIONAL | _FIXED.keys() | _HARMLESS | family.keys
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(
+            f"config.json of a {family.architecture} has keys that jkv does not compute: {unknown}; "
+            "remove those that do not change the model"
+        )
+    for key, value in _FIXED.items():
+        if given.get(key, value) != value:
+            raise ValueError(f"config.json's {key} must be {value!r}, got {given[key]!r}")
+    method = given.get("quantization_config", {"quant_method": "fp8"}).get("quant_method")
+    if method != "fp8":
+        raise ValueError(
+            f"config.json's quantization_config must be of quant_method 'fp8', got {method!r}; "
+            "use the unquantized checkpoint or a GGUF file"
+        )
+
+
+def _rope(given: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    scaling, parameters = given.get("rope_scaling"), given.get("rope_parameters")
+    if scaling and parameters and scaling != parameters:
+        raise ValueError(f"config.json's rope_scaling and rope_parameters differ: {scaling} and {parameters}")
+    entry = dict(scaling or parameters or {})
+    # transformers applies a part of the head in some scalings of these families and ignores it in others.
+    if (entry.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError(
+            f"config.json's partial_rotary_factor must be 1.0, got {entry['partial_rotary_factor']}"
+        )
+    return RopeConfig.from_hf(
+        entry,
+        dim=head_dim,
+        theta=float(given.get("rope_theta", 10000.0)),
+        max_position=given["max_position_embeddings"],
+    )
+
+
+def _windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+    num_layers = config["num_hidden_layers"]
+    is_windowed = family.has_window or config.get("use_sliding_window")
+    window = config.get("sliding_window", _DEFAULT_WINDOW) if is_windowed else None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = 0 if family.has_window else config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"config.json's layer_types must be {num_layers} of 'full_attention' and 'sliding_attention', "
+            f"got {kinds}"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise ValueError(
+            "config.json's layer_types has 'sliding_attention' layers, but no sliding_window is in use"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

@@ -1,0 +1,132 @@
+"""GGUF metadata as llama.cpp writes and reads it."""
+
+import pytest
+
+from jkv.layers.rope import RopeConfig, yarn_mscale
+from jkv.models.gguf_config import config_from_gguf
+
+
+def make_metadata(architecture: str = "llama", **changes: object) -> dict:
+    keys = {
+        "block_count": 2,
+        "context_length": 4096,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": 320,
+    }
+    keys |= {key.replace("__", "."): value for key, value in changes.items()}
+    return {"general.architecture": architecture} | {
+        f"{architecture}.{key}": value for key, value in keys.items()
+    }
+
+
+def test_sizes_are_read_and_left_out_ones_follow():
+    config = config_from_gguf(make_metadata(), ("output.weight",))
+    assert (config.family, config.vocab_size, config.num_layers, config.embed_dim) == ("llama", 320, 2, 64)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.mlp_dim) == (8, 2, 8, 96)
+    assert config.rope == RopeConfig(dim=8, theta=10_000.0)
+    assert (config.is_tied, config.windows) == (False, (None, None))
+
+
+def test_the_head_is_tied_where_there_is_no_output_tensor():
+    assert config_from_gguf(make_metadata(), ()).is_tied
+
+
+def test_biases_are_read_off_the_tensors():
+    config = config_from_gguf(make_metadata("qwen2"), ("blk.0.attn_q.bias", "output.weight"))
+    assert (config.family, config.has_qkv_bias, config.has_output_bias) == ("qwen2", True, False)
+
+
+def test_qwen3_normalizes_queries_and_keys():
+    config = config_from_gguf(
+        make_metadata("qwen3", attention__key_length=16, attention__value_length=16), ()
+    )
+    assert (config.has_qk_norm, config.head_dim) == (True, 16)
+
+
+def test_the_vocabulary_is_counted_where_its_size_is_missing():
+    metadata = make_metadata() | {"tokenizer.ggml.tokens": ["a", "b", "c"]}
+    del metadata["llama.vocab_size"]
+    assert config_from_gguf(metadata, ()).vocab_size == 3
+    del metadata["tokenizer.ggml.tokens"]
+    with pytest.raises(ValueError, match=r"vocab_size or tokenizer.ggml.tokens, got neither"):
+        config_from_gguf(metadata, ())
+
+
+def test_every_end_token_is_kept_once():
+    tokens = {
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 5,
+        "tokenizer.ggml.eom_token_id": 2,
+    }
+    config = config_from_gguf(make_metadata() | tokens | {"tokenizer.ggml.bos_token_id": 1}, ())
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 5))
+
+
+def test_a_sliding_window_holds_for_every_layer_and_zero_is_none():
+    assert config_from_gguf(make_metadata(attention__sliding_window=16), ()).windows == (16, 16)
+    assert config_from_gguf(make_metadata(attention__sliding_window=0), ()).windows == (None, None)
+
+
+def test_a_factor_without_a_type_is_linear():
+    rope = config_from_gguf(make_metadata(rope__scaling__factor=4.0), ()).rope
+    assert (rope.scaling, rope.factor) == ("linear", 4.0)
+    old = config_from_gguf(make_metadata(rope__scale_linear=4.0), ()).rope
+    assert old == rope
+
+
+def test_scaling_of_type_none_ignores_the_factor():
+    metadata = make_metadata(rope__scaling__type="none", rope__scaling__factor=4.0)
+    assert config_from_gguf(metadata, ()).rope == RopeConfig(dim=8)
+
+
+def test_yarn_multiplies_its_own_attention_factor():
+    metadata = make_metadata(
+        rope__scaling__type="yarn",
+        rope__scaling__factor=4.0,
+        rope__scaling__original_context_length=1024,
+        rope__scaling__attn_factor=0.5,
+    )
+    rope = config_from_gguf(metadata, ()).rope
+    assert (rope.scaling, rope.original_max_position) == ("yarn", 1024)
+    assert rope.attention_factor == pytest.approx(0.5 * yarn_mscale(4.0))
+
+
+def test_the_frequency_tensor_becomes_the_divisors():
+    factors = (1.0, 2.0, 4.0, 8.0)
+    config = config_from_gguf(make_metadata(), ("rope_freqs.weight",), factors)
+    assert config.rope.frequency_factors == factors
+    with pytest.raises(ValueError, match=r"exactly where the file has a tensor rope_freqs.weight"):
+        config_from_gguf(make_metadata(), ("rope_freqs.weight",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_count": 8}, "llama.expert_count must be 0, got 8"),
+        ({"logit_scale": 0.5}, r"does not compute: \['llama.logit_scale'\]"),
+        ({"rope__dimension_count": 4}, "llama.rope.dimension_count must be the head's size 8, got 4"),
+        ({"attention__value_length": 16}, "llama.attention.value_length must be the head's size 8, got 16"),
+        ({"rope__scaling__type": "longrope"}, "rope.scaling.type must be one of .* got 'longrope'"),
+        ({"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier must be 0.0, got 0.1"),
+        ({"rope__scaling__attn_factor": 2.0}, "attn_factor must be 1.0 without yarn, got 2.0"),
+    ],
+)
+def test_what_could_change_the_model_unseen_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        config_from_gguf(make_metadata(**changes), ())
+
+
+def test_missing_sizes_are_listed():
+    metadata = make_metadata()
+    del metadata["llama.block_count"], metadata["llama.context_length"]
+    with pytest.raises(ValueError, match=r"lacks \['llama.block_count', 'llama.context_length'\]"):
+        config_from_gguf(metadata, ())
+
+
+def test_an_unknown_architecture_is_refused():
+    with pytest.raises(ValueError, match=r"one of \['llama', 'qwen2', 'qwen3'\], got 'gemma'"):
+        config_from_gguf(make_metadata("gemma"), ())

@@ -1,0 +1,163 @@
+"""config.json files as transformers writes them, and the keys that must not pass unread."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jkv.layers.rope import RopeConfig
+from jkv.models.hf_config import config_from_hf
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def make_hf(family: str = "Llama", **changes: object) -> dict:
+    config = {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
+    return config | changes
+
+
+def read_golden(name: str) -> dict:
+    return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def test_a_golden_llama_is_read_whole():
+    config = config_from_hf(read_golden("llama"))
+    assert (config.family, config.vocab_size, config.num_layers) == ("llama", 320, 3)
+    assert (config.embed_dim, config.mlp_dim, config.norm_eps) == (64, 96, 1e-6)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 2, 8)
+    assert config.rope == RopeConfig(dim=8, theta=10_000.0)
+    assert config.windows == (None, None, None)
+    assert (config.max_length, config.is_tied) == (512, False)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert not config.has_qk_norm
+    assert not config.has_qkv_bias
+
+
+def test_golden_scaled_rotary_is_llama3():
+    rope = config_from_hf(read_golden("llama3_rope")).rope
+    assert (rope.scaling, rope.factor, rope.original_max_position) == ("llama3", 8.0, 64)
+
+
+def test_golden_mistral_slides_in_every_layer():
+    assert config_from_hf(read_golden("mistral_sliding")).windows == (16, 16, 16)
+
+
+def test_golden_qwen3_normalizes_queries_and_keys_and_does_not_slide():
+    config = config_from_hf(read_golden("qwen3_qknorm"))
+    assert config.has_qk_norm
+    assert (config.head_dim, config.has_qkv_bias, config.has_output_bias) == (16, False, False)
+    assert config.windows == (None, None, None)
+
+
+def test_the_old_and_the_new_rotary_entries_mean_the_same():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 1024
+    old = make_hf(rope_theta=500_000.0, rope_scaling={"type": "llama3", **scaling})
+    new = make_hf(rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, **scaling})
+    assert config_from_hf(old) == config_from_hf(new)
+    assert config_from_hf(old).rope.theta == 500_000.0
+
+
+def test_sizes_that_old_files_leave_out_follow_from_the_others():
+    config = config_from_hf(make_hf())
+    assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 8, 10_000.0)
+    assert (config.is_tied, config.bos_token_id, config.eos_token_ids) == (False, None, ())
+
+
+def test_the_model_type_serves_where_no_architecture_is_named():
+    config = make_hf()
+    del config["architectures"]
+    assert config_from_hf(config).family == "llama"
+
+
+def test_several_end_tokens_are_kept_in_order():
+    assert config_from_hf(make_hf(eos_token_id=[9, 7])).eos_token_ids == (9, 7)
+
+
+def test_llamas_attention_bias_is_on_the_output_too():
+    config = config_from_hf(make_hf(attention_bias=True, mlp_bias=True))
+    assert (config.has_qkv_bias, config.has_output_bias, config.has_mlp_bias) == (True, True, True)
+
+
+def test_qwen2_always_has_biases_but_not_on_the_output():
+    config = config_from_hf(make_hf("Qwen2"))
+    assert (config.has_qkv_bias, config.has_output_bias) == (True, False)
+
+
+def test_mistral_slides_by_4096_unless_told_otherwise():
+    assert config_from_hf(make_hf("Mistral")).windows == (4096,) * 4
+    assert config_from_hf(make_hf("Mistral", sliding_window=None)).windows == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 64}, (None, None, None, None)),
+        ({"sliding_window": 64, "use_sliding_window": True}, (None, None, None, None)),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 64)),
+        (
+            {
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (64, None, 64, None),
+        ),
+    ],
+)
+def test_qwen_slides_from_max_window_layers_on_or_as_layer_types_say(changes: dict, windows: tuple):
+    assert config_from_hf(make_hf("Qwen2", **changes)).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            r"one of .*'LlamaForCausalLM'.* got \['GemmaForCausalLM'\]",
+        ),
+        ({"rms_norm_eps": None, "vocab_size": None}, r"lacks \['rms_norm_eps', 'vocab_size'\]"),
+        ({"residual_multiplier": 0.2}, r"does not compute: \['residual_multiplier'\]"),
+        ({"sliding_window": 64}, r"does not compute: \['sliding_window'\]"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"pretraining_tp": 2}, "pretraining_tp must be 1, got 2"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0, got 0.5"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"a": 1}}, "differ"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'fp8', got 'awq'"),
+        ({"num_key_value_heads": 3}, "got 8 and 3"),
+    ],
+)
+def test_what_could_change_the_model_unseen_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(make_hf(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, "must be 4 of"),
+        ({"layer_types": ["linear_attention"] * 4}, "must be 4 of"),
+        ({"layer_types": ["sliding_attention"] * 4}, "no sliding_window is in use"),
+    ],
+)
+def test_layer_types_that_do_not_fit_are_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(make_hf("Qwen3", **changes))
+
+
+def test_keys_about_training_and_storage_are_ignored():
+    harmless = {"torch_dtype": "bfloat16", "use_cache": False, "attention_dropout": 0.1, "pad_token_id": 0}
+    assert config_from_hf(make_hf(**harmless)) == config_from_hf(make_hf())
