@@ -1,0 +1,1 @@
+"""Weights on disk, in every format that jkv reads, and their way onto a mesh."""

@@ -1,0 +1,147 @@
+"""The reader of safetensors files, memory-mapped: one file, or a folder of shards.
+
+Knows the format alone: 8 bytes of length, a JSON header, the data. No dtype of it needs another package.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped
+
+from jkv.models.weights.source import TensorInfo
+
+_DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("<u1"),
+    "I8": np.dtype("<i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+# The format's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def open_safetensors(path: Path) -> "SafetensorsSource":
+    """Map a `.safetensors` file, or a folder's: those that its index names, or `model.safetensors`.
+
+    Where two shards hold a tensor of one name, the index says which counts.
+
+    Raises:
+        ValueError: a file is missing, cut or damaged; the message names it.
+    """
+    if path.is_file():
+        return SafetensorsSource({path: None})
+    if (path / _INDEX).is_file():
+        return SafetensorsSource(_indexed_shards(path))
+    if (path / _SINGLE).is_file():
+        return SafetensorsSource({path / _SINGLE: None})
+    raise ValueError(f"{path} must hold {_INDEX} or {_SINGLE}, got neither; the download may not be complete")
+
+
+def _indexed_shards(folder: Path) -> dict[Path, set[str] | None]:
+    """Return each shard with the tensors that the index gives to other shards."""
+    try:
+        places = json.loads((folder / _INDEX).read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / _INDEX} must be JSON with a weight_map, got {error!r}") from error
+    foreign = sorted(file for file in set(places.values()) if Path(file).name != file)
+    if foreign:
+        raise ValueError(f"{folder / _INDEX} must name files of its own folder, got {foreign}")
+    missing = sorted(file for file in set(places.values()) if not (folder / file).is_file())
+    if missing:
+        raise ValueError(f"{folder} lacks the shards {missing} of its index; download them")
+    return {
+        folder / file: {name for name, place in places.items() if place != file}
+        for file in sorted(set(places.values()))
+    }
+
+
+class SafetensorsSource:
+    """Tensors of one or more safetensors files; `read` returns views of the mapped files.
+
+    Args:
+        shards: each file with the names in it to leave to other files; None leaves none.
+    """
+
+    def __init__(self, shards: Mapping[Path, set[str] | None]):
+        self._views: dict[str, np.ndarray] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        for path, elsewhere in shards.items():
+            for name, (info, view) in _map_file(path).items():
+                if name in (elsewhere or ()):
+                    continue
+                if name in self._infos:
+                    raise ValueError(f"{path} has a second tensor {name!r}, which the index must place")
+                self._infos[name], self._views[name] = info, view
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its name in the files."""
+        return self._infos
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Shaped[np.ndarray, "..."]:
+        """Return a view of a tensor's piece, whole along the axes that `index` leaves out."""
+        return self._views[name][index]
+
+
+def _map_file(path: Path) -> dict[str, tuple[TensorInfo, np.ndarray]]:
+    header, start = _read_header(path)
+    # A plain array over the map: a memmap's own slicing is ten times slower.
+    data = np.asarray(np.memmap(path, np.uint8, "r"))[start:]
+    mapped, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]], entry["dtype"])
+        begin, stop = entry["data_offsets"]
+        if begin != end or stop - begin != math.prod(info.shape) * info.dtype.itemsize:
+            raise ValueError(
+                f"{path} is damaged: tensor {name!r} of {info.encoding}{list(info.shape)} takes bytes "
+                f"{begin} to {stop}, where the one before ends at {end}"
+            )
+        end = stop
+        if end <= data.size:
+            mapped[name] = (info, data[begin:stop].view(info.dtype).reshape(info.shape))
+    if end != data.size:
+        raise ValueError(f"{path} must hold {end} bytes of tensors, got {data.size}; download it again")
+    return mapped
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the tensors' entries, each with known keys, and where the data starts."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"{path} must begin with a header, got {length} bytes of it in a file of {size}")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        unknown = sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys())
+        is_sound = all(map(_is_sound, header.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must have a safetensors header, got {error!r}") from error
+    if unknown or not is_sound:
+        raise ValueError(f"{path} must have tensors of {sorted(_DTYPES)}, got {unknown or 'damaged entries'}")
+    return header, 8 + length
+
+
+def _is_sound(entry: dict[str, Any]) -> bool:
+    numbers = [*entry["shape"], *entry["data_offsets"]]
+    return len(entry["data_offsets"]) == 2 and all(isinstance(n, int) and n >= 0 for n in numbers)
