@@ -15,10 +15,11 @@ from kernels_pallas import page_write, paged_attention
 from kernels_pallas.paged_attention import PagedArguments, Tiling
 
 Implementation = Literal["auto", "reference", "xla"]
+Chosen = Literal["reference", "xla"]
 Where = tuple[int, Int[Array, ""] | int]
 
 
-def choose(implementation: Implementation) -> str:
+def choose(implementation: Implementation) -> Chosen:
     """Return the implementation that runs: `auto` is `xla` on every platform; a name is itself.
 
     Raises:
@@ -94,8 +95,8 @@ def attend(
         offset = layer * pool.num_pages
         if key is not None:
             pool = pool.replace(
-                keys=_write(pool.keys, key, pool, batch, offset),
-                values=_write(pool.values, value, pool, batch, offset),
+                keys=page_write.xla(pool.keys, key, batch.slots[group], page_offset=offset),
+                values=page_write.xla(pool.values, value, batch.slots[group], page_offset=offset),
             )
         arguments = PagedArguments(
             query, pool.keys, pool.values, pool.page_table, batch.starts, batch.lens, offset
@@ -155,18 +156,6 @@ def causal_attention(
     return out.reshape(query.shape).astype(query.dtype)
 
 
-def _write(pages: jax.Array, rows: jax.Array, pool: Pool, batch: TokenBatch, offset: jax.Array) -> jax.Array:
-    return page_write.xla(
-        pages,
-        rows,
-        pool.page_table,
-        batch.positions,
-        batch.is_valid,
-        page_offset=offset,
-        num_pages=pool.num_pages,
-    )
-
-
 def _over_mesh(local: Any, sharding: Sharding, pool: Pool, batch: TokenBatch) -> Any:
     """Wrap `local` so that each device sees its own sequences, heads and pages."""
     spec = sharding.spec
@@ -175,7 +164,8 @@ def _over_mesh(local: Any, sharding: Sharding, pool: Pool, batch: TokenBatch) ->
     pages = spec("page", "kv_head", None, None)
     pool_specs = pool.replace(keys=pages, values=pages, page_table=spec("seq", None))
     table = spec("seq", None)
-    batch_specs = batch.replace(starts=rows, lens=rows, positions=table, is_valid=table)
+    slots = tuple(table for _ in batch.slots)
+    batch_specs = batch.replace(starts=rows, lens=rows, positions=table, is_valid=table, slots=slots)
 
     def call(query: Any, key: Any, value: Any, pool: Any, batch: Any, layer: Any, sinks: Any) -> Any:
         return jax.shard_map(

@@ -40,6 +40,8 @@ class TokenBatch(State):
         lens: new tokens of each sequence; 0 for an idle or refused row.
         positions: place of each token in its sequence.
         is_valid: False for padding, which writes nothing and attends to nothing.
+        slots: for each cache group, each token's place among its layer's pages, `page * page_size + slot`;
+            -1 where it is not stored.
         outputs: the rows whose logits a model computes: each sequence's last new token, or all.
     """
 
@@ -47,6 +49,7 @@ class TokenBatch(State):
     lens: Int[Array, " seq"]
     positions: Int[Array, "seq time"]
     is_valid: Bool[Array, "seq time"]
+    slots: tuple[Int[Array, "seq time"], ...]
     outputs: Outputs = static(default="last")
 
     @property
@@ -118,13 +121,18 @@ class Cache(State):
         starts = self.lengths
         accepted = jnp.where(starts + lens <= self.capacity, lens, 0)
         steps = jnp.arange(time, dtype=jnp.int32)[None]
+        positions = starts[:, None] + steps
+        is_valid = steps < accepted[:, None]
         batch = TokenBatch(
             starts=starts,
             lens=accepted,
-            positions=starts[:, None] + steps,
-            is_valid=steps < accepted[:, None],
+            positions=positions,
+            is_valid=is_valid,
+            slots=tuple(_slots(pool, positions, is_valid, self.spec.page_size) for pool in self.pools),
             outputs=outputs,
         )
+        # Computed once: XLA's CPU backend would repeat this arithmetic inside every layer's fusions.
+        batch = jax.lax.optimization_barrier(batch)
         return self.replace(lengths=starts + accepted, num_dropped=self.num_dropped + lens - accepted), batch
 
     def truncate(self, lengths: Int[Array, " seq"]) -> "Cache":
@@ -138,6 +146,16 @@ def cache_sharding(cache: Cache, sharding: Sharding) -> Cache:
     rows = sharding.named("seq")
     pools = tuple(p.replace(keys=pool, values=pool, page_table=sharding.named("seq", None)) for p in cache.pools)
     return cache.replace(pools=pools, lengths=rows, num_dropped=rows)
+
+
+def _slots(
+    pool: Pool, positions: Int[Array, "seq time"], is_valid: Bool[Array, "seq time"], page_size: int
+) -> Int[Array, "seq time"]:
+    logical = jax.lax.div(positions, jnp.int32(page_size))
+    in_table = is_valid & (logical < pool.page_table.shape[1])
+    pages = jnp.take_along_axis(pool.page_table, jnp.where(in_table, logical, 0), axis=1)
+    is_kept = in_table & (pages >= 0) & (pages < pool.num_pages)
+    return jnp.where(is_kept, pages * page_size + jax.lax.rem(positions, jnp.int32(page_size)), -1)
 
 
 def _empty_dense(spec: CacheSpec, num_sequences: int, capacity: int, sharding: Sharding | None) -> Cache:

@@ -5,6 +5,7 @@ Knows nothing of models: it is given its place in the cache and the step's batch
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -13,8 +14,15 @@ from jaxtyping import Array, Float
 from jkv import ops
 from jkv.cache.cache import Cache, TokenBatch
 from jkv.layers.linear import Linear, RMSNorm
-from jkv.layers.rope import RopeConfig, rotate, rotations
+from jkv.layers.rope import RopeConfig, Rotation, rotate, rotations
 from jkv.sharding import Sharding
+
+
+def step_rotation(rope: RopeConfig, time: int, batch: TokenBatch | None) -> Rotation:
+    """Return cos and sin at the step's positions; without a batch they are 0 to `time` - 1."""
+    positions = jnp.arange(time, dtype=jnp.int32)[None] if batch is None else batch.positions
+    # Computed once: XLA's CPU backend would repeat the cosines inside every fusion that rotates.
+    return jax.lax.optimization_barrier(rotations(rope, positions))
 
 
 class GQAttention(nnx.Module):
@@ -103,6 +111,7 @@ class GQAttention(nnx.Module):
         *,
         where: ops.Where | None = None,
         batch: TokenBatch | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Float[Array, "seq time embed"], Cache | None]:
         """Attend from each token to its sequence's past and itself.
 
@@ -111,6 +120,7 @@ class GQAttention(nnx.Module):
             cache: what the sequences hold; consumed where the caller donates it. None: `x` is all there is.
             where: the cache group and this layer's index in it; needed with a cache.
             batch: the step, from `cache.begin`; needed with a cache.
+            rotation: what `rotations` gives for the step's positions, where layers share it; None computes it.
 
         Returns:
             The output and the cache with the new tokens (None without one).
@@ -122,8 +132,7 @@ class GQAttention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rope is not None:
-            positions = jnp.arange(time, dtype=jnp.int32)[None] if batch is None else batch.positions
-            cos, sin = rotations(self.rope, positions)
+            cos, sin = step_rotation(self.rope, time, batch) if rotation is None else rotation
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         out, cache = ops.attend(
             query,

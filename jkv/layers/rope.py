@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 Scaling = Literal["none", "linear", "llama3", "yarn"]
+Rotation = tuple[Float[Array, "... half"], Float[Array, "... half"]]
 
 
 @dataclass(frozen=True)
@@ -201,9 +202,7 @@ def _yarn(frequencies: np.ndarray, config: RopeConfig) -> np.ndarray:
     return kept * frequencies + (1 - kept) * frequencies / config.factor
 
 
-def rotations(
-    config: RopeConfig, positions: Int[Array, "..."]
-) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
+def rotations(config: RopeConfig, positions: Int[Array, "..."]) -> Rotation:
     """Return float32 cos and sin of every position's angles, one for each of the `dim / 2` pairs."""
     frequencies = jnp.asarray(inverse_frequencies(config)).reshape(*([1] * positions.ndim), -1)
     angles = positions[..., None].astype(jnp.float32) * frequencies
@@ -230,6 +229,7 @@ def rotate(
 
 __all__ = [
     "RopeConfig",
+    "Rotation",
     "Scaling",
     "attention_scaling",
     "inverse_frequencies",

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 from jkv import ops
 from jkv.cache.cache import Cache, TokenBatch
 from jkv.cache.spec import CacheGroup, CacheSpec, Codec
-from jkv.layers.attention import GQAttention
+from jkv.layers.attention import GQAttention, step_rotation
 from jkv.layers.linear import Embedding, Linear, RMSNorm
 from jkv.layers.mlp import GatedMLP
+from jkv.layers.rope import Rotation
 from jkv.models.families import ModelConfig
 from jkv.sharding import Sharding
 
@@ -51,9 +52,12 @@ class Block(nnx.Module):
         *,
         where: ops.Where | None = None,
         batch: TokenBatch | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Float[Array, "seq time embed"], Cache | None]:
         """Run the layer; arguments as `GQAttention`."""
-        attended, cache = self.attention(self.attention_norm(x), cache, where=where, batch=batch)
+        attended, cache = self.attention(
+            self.attention_norm(x), cache, where=where, batch=batch, rotation=rotation
+        )
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -106,8 +110,9 @@ class Decoder(nnx.Module):
                 sequence's last new token, or `[seq, time, vocab]`; without a cache they are the latter.
         """
         x = self.embed(tokens)
+        rotation = step_rotation(self.config.rope, tokens.shape[1], batch)
         for index, layer in enumerate(self.layers):
-            x, cache = layer(x, cache, where=(0, index), batch=batch)
+            x, cache = layer(x, cache, where=(0, index), batch=batch, rotation=rotation)
         last_only = batch is not None and batch.outputs == "last"
         if last_only:
             x = jnp.take_along_axis(x, batch.last[:, None, None], axis=1)

@@ -43,7 +43,8 @@ def paged_attention(
 
     def gather(pool: jax.Array, pages: jax.Array) -> jax.Array:
         heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-        index = pages[:, None, :] * num_kv_heads + heads
+        # Materialized, or XLA's CPU backend computes it anew for every entry that it gathers.
+        index = jax.lax.optimization_barrier(pages[:, None, :] * num_kv_heads + heads)
         flat = pool.reshape(-1, page_size, head_dim)
         return flat.at[index].get(mode="promise_in_bounds").reshape(num_seqs, num_kv_heads, block, head_dim)
 
@@ -84,8 +85,8 @@ def paged_attention(
     first = jnp.int32(0)
     if window is not None:
         oldest = jnp.where(lens > 0, jnp.maximum(starts - window + 1, 0), jnp.iinfo(jnp.int32).max)
-        first = jnp.min(oldest) // block
-    num_blocks = (jnp.max(jnp.where(lens > 0, ends, 0)) + block - 1) // block
+        first = jax.lax.div(jnp.min(oldest), jnp.int32(block))
+    num_blocks = jax.lax.div(jnp.max(jnp.where(lens > 0, ends, 0)) + jnp.int32(block - 1), jnp.int32(block))
     carry = (peak, total, jnp.zeros((*shape, head_dim), jnp.float32))
     peak, total, sums = jax.lax.fori_loop(first, num_blocks, step, carry)
     out = sums / jnp.where(total == 0, 1.0, total)[..., None]
