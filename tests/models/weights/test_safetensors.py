@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from .checkpoints import GOLDEN, GOLDEN_NAMES, make_normal, read_golden
 
 from jkv.models.weights.safetensors import open_safetensors
 from jkv.models.weights.source import fingerprint
+
+from .checkpoints import GOLDEN, GOLDEN_NAMES, make_normal, read_golden
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 TENSORS = {"a": make_normal(4, 6), "b": make_normal(8), "c": make_normal(3, 5)}

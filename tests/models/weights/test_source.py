@@ -1,9 +1,10 @@
 """The identity of weights."""
 
 import numpy as np
-from .checkpoints import ArraySource, make_normal
 
 from jkv.models.weights.source import TensorSource, fingerprint
+
+from .checkpoints import ArraySource, make_normal
 
 
 def make_arrays() -> dict[str, np.ndarray]:
