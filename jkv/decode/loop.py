@@ -30,9 +30,11 @@ class DecodeState(State):
         num_new: tokens sampled so far.
         finish: why a sequence ended, or RUNNING.
         limits: new tokens that each sequence may have.
-        stop_ids: tokens that end a sequence; -1 fills the row.
+        stop_ids: tokens that end a sequence; -1 is none.
         new_tokens: the sampled tokens, `num_new` of each row.
         logprobs: their log-probabilities under the raw logits.
+        top_tokens: the likeliest tokens at each place, as many as the sampler reports.
+        top_logprobs: their log-probabilities.
     """
 
     cache: Cache
@@ -41,9 +43,11 @@ class DecodeState(State):
     num_new: Int[Array, " seq"]
     finish: Int[Array, " seq"]
     limits: Int[Array, " seq"]
-    stop_ids: Int[Array, "seq stop"]
+    stop_ids: Int[Array, " stop"]
     new_tokens: Int[Array, "seq max_new"]
     logprobs: Float[Array, "seq max_new"]
+    top_tokens: Int[Array, "seq max_new top"]
+    top_logprobs: Float[Array, "seq max_new top"]
 
     @property
     def is_running(self) -> Bool[Array, " seq"]:
@@ -69,9 +73,9 @@ def prefill(
     return jnp.where(batch.lens[:, None] > 0, latest, logits), cache
 
 
-@functools.partial(jax.jit, donate_argnames=("state", "logits"))
+@functools.partial(jax.jit, donate_argnames="state")
 def start(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
-    """Sample the first new token of each sequence from the logits that `prefill` returned. Consumes both."""
+    """Sample the first new token of each sequence from the logits that `prefill` returned. Consumes `state`."""
     return _take(state, logits)
 
 
@@ -93,3 +97,31 @@ def decode(step: StepFunction, weights: Any, state: DecodeState, num_steps: Int[
         return count + 1, _take(state.replace(cache=cache), logits)
 
     return jax.lax.while_loop(is_unfinished, body, (jnp.int32(0), state))[1]
+
+
+def _take(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
+    """Sample one token of each running sequence, record it, and end the sequences that it ends."""
+    draw, sampler = sample(logits, state.sampler, state.is_running)
+    is_kept = state.is_running & draw.is_finite
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    # A row that takes no token writes past the end, which drops it.
+    column = jnp.where(is_kept, state.num_new, state.new_tokens.shape[1])
+    num_new = state.num_new + is_kept.astype(jnp.int32)
+    is_stop = (draw.tokens[:, None] == state.stop_ids[None]).any(axis=1)
+    finish = jnp.where(
+        ~draw.is_finite, NOT_FINITE, jnp.where(is_stop, STOP, jnp.where(num_new >= state.limits, LENGTH, RUNNING))
+    )
+
+    def record(history: jax.Array, new: jax.Array) -> jax.Array:
+        return history.at[rows, column].set(new, mode="drop")
+
+    return state.replace(
+        sampler=sampler,
+        token=draw.tokens,
+        num_new=num_new,
+        finish=jnp.where(state.is_running, finish, state.finish).astype(jnp.int32),
+        new_tokens=record(state.new_tokens, draw.tokens),
+        logprobs=record(state.logprobs, draw.logprobs),
+        top_tokens=record(state.top_tokens, draw.top_tokens),
+        top_logprobs=record(state.top_logprobs, draw.top_logprobs),
+    )

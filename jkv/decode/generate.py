@@ -1,0 +1,267 @@
+"""Generation from prompts of token ids: whole, or step by step as tokens come.
+
+Knows no text: `jkv.decode.text` turns tokens into it.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheSpec
+from jkv.decode.batch import DEFAULT_BUCKETS, check_prompts, chunks, round_capacity
+from jkv.decode.loop import FINISH_REASONS, NOT_FINITE, RUNNING, STOP, DecodeState, decode, prefill, start
+from jkv.decode.params import SamplingParams
+from jkv.decode.sampling import Sampler
+from jkv.models.step import StepFunction
+from jkv.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A model and how it is decoded; what stays the same between calls.
+
+    Attributes:
+        step: `(weights, tokens, cache, batch) -> (logits, cache)`, from `split_model` or your own.
+        weights: what `step` takes first.
+        spec: the cache's sizes and codec.
+        vocab_size: columns of the logits.
+        stop_ids: tokens that end a sequence; the token itself is the last one returned.
+        capacity: tokens that a sequence may hold; None is the least that serves each call.
+        buckets: widths of prefill steps.
+        sharding: where the cache lives; None is one device.
+    """
+
+    step: StepFunction
+    weights: Any
+    spec: CacheSpec
+    vocab_size: int
+    stop_ids: tuple[int, ...] = ()
+    capacity: int | None = None
+    buckets: tuple[int, ...] = DEFAULT_BUCKETS
+    sharding: Sharding | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sequence's new tokens.
+
+    Attributes:
+        tokens: the new tokens, the stop token included.
+        logprobs: log-probability of each under the model's raw logits.
+        top_logprobs: for each place, the likeliest tokens and their log-probabilities.
+        finish_reason: `stop` or `length`; None while it runs.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step brought: for each sequence its new token, or None where it had ended.
+
+    Attributes:
+        tokens: one a sequence.
+        logprobs: of the tokens.
+        finish_reasons: set in the step that ends a sequence, and after it.
+    """
+
+    tokens: tuple[int | None, ...]
+    logprobs: tuple[float | None, ...]
+    finish_reasons: tuple[str | None, ...]
+
+
+def generate(
+    decoding: Decoding,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    seed: int = 0,
+) -> list[Generation]:
+    """Return the continuation of each prompt, decoded in one `while_loop` on the device.
+
+    Args:
+        decoding: the model and its cache.
+        prompts: token ids; lengths may differ.
+        max_new_tokens: most new tokens of a sequence.
+        sampling: for all sequences, or one each.
+        seed: base of the streams of requests that have no seed of their own.
+
+    Raises:
+        ValueError: a prompt is empty, too long or holds an unknown id, or the logits are not finite.
+    """
+    state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    state = decode(decoding.step, decoding.weights, state, max_new_tokens)
+    return results(state)
+
+
+class Stream:
+    """Tokens of a batch as they come; iterate it once.
+
+    The device runs one step ahead of the host. `stop` ends a sequence early, with reason `stop`.
+
+    Attributes:
+        state: the latest decode state.
+        step_seconds: host time between the arrivals of tokens, one a step; the first is the prefill's.
+    """
+
+    def __init__(
+        self,
+        decoding: Decoding,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        seed: int = 0,
+    ):
+        self._clock = time.perf_counter()
+        self.decoding = decoding
+        self.state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+        self.step_seconds: list[float] = []
+        self._stopped = np.zeros(len(prompts), bool)
+
+    def __iter__(self) -> Iterator[StepResult]:
+        finish = np.full(len(self._stopped), RUNNING)
+        while True:
+            was_running = (finish == RUNNING) & ~self._stopped
+            latest = _latest(self.state)
+            # Queued before the host reads this step's tokens, so that the device does not wait for it.
+            self.state = decode(self.decoding.step, self.decoding.weights, self.state, 1)
+            tokens, logprobs, finish = jax.device_get(latest)
+            now = time.perf_counter()
+            self.step_seconds.append(now - self._clock)
+            self._clock = now
+            _check_finite(finish)
+            yield _step_result(tokens, logprobs, finish, was_running)
+            if not ((finish == RUNNING) & ~self._stopped).any():
+                return
+
+    def stop(self, sequence: int) -> None:
+        """End a sequence: it takes no further step, and results say nothing of it again."""
+        self._stopped[sequence] = True
+        self.state = self.state.replace(finish=self.state.finish.at[sequence].set(STOP))
+
+
+def begin(
+    decoding: Decoding,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    seed: int = 0,
+) -> DecodeState:
+    """Prefill the prompts, sample each sequence's first token, and return the state that `decode` takes.
+
+    Raises:
+        ValueError: as `generate`.
+    """
+    check_prompts(prompts, vocab_size=decoding.vocab_size)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    rows = len(prompts)
+    params = [sampling] * rows if isinstance(sampling, SamplingParams) else list(sampling)
+    if len(params) != rows:
+        raise ValueError(f"sampling must be one for all or one a prompt, got {len(params)} for {rows} prompts")
+    sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=prompts, base_seed=seed)
+    cache = make_cache(decoding, prompts, max_new_tokens)
+    logits = jnp.zeros((rows, decoding.vocab_size), jnp.float32)
+    for chunk in chunks(prompts, decoding.buckets):
+        logits, cache = prefill(
+            decoding.step, decoding.weights, cache, jnp.asarray(chunk.tokens), jnp.asarray(chunk.lens), logits
+        )
+    history = (rows, round_capacity(max_new_tokens, 16))
+    top = (*history, sampler.num_logprobs)
+    state = DecodeState(
+        cache=cache,
+        sampler=sampler,
+        token=jnp.zeros(rows, jnp.int32),
+        num_new=jnp.zeros(rows, jnp.int32),
+        finish=jnp.full(rows, RUNNING, jnp.int32),
+        limits=jnp.full(rows, max_new_tokens, jnp.int32),
+        stop_ids=jnp.asarray(decoding.stop_ids or (-1,), jnp.int32),
+        new_tokens=jnp.zeros(history, jnp.int32),
+        logprobs=jnp.zeros(history, jnp.float32),
+        top_tokens=jnp.zeros(top, jnp.int32),
+        top_logprobs=jnp.zeros(top, jnp.float32),
+    )
+    return start(state, logits)
+
+
+def make_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Cache:
+    """Return an empty cache for the prompts and their continuations; its capacity is checked first.
+
+    Raises:
+        ValueError: the longest prompt and its new tokens do not fit in `decoding.capacity`.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    # The last new token is never written: nothing follows that would attend to it.
+    needed = longest + max_new_tokens - 1
+    capacity = decoding.capacity
+    if capacity is None:
+        capacity = round_capacity(needed, decoding.spec.page_size)
+    elif needed > capacity:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones need a capacity of {needed} tokens, "
+            f"got {capacity}; shorten them or raise the capacity"
+        )
+    return Cache.dense(
+        decoding.spec, num_sequences=len(prompts), capacity=capacity, sharding=decoding.sharding
+    )
+
+
+def results(state: DecodeState) -> list[Generation]:
+    """Bring what the state's sequences have generated to the host.
+
+    Raises:
+        ValueError: a sequence's logits were not finite.
+    """
+    finish, counts, tokens, logprobs, top_tokens, top_logprobs = jax.device_get(
+        (state.finish, state.num_new, state.new_tokens, state.logprobs, state.top_tokens, state.top_logprobs)
+    )
+    _check_finite(finish)
+    return [
+        Generation(
+            tokens=tuple(tokens[row, :count].tolist()),
+            logprobs=tuple(logprobs[row, :count].tolist()),
+            top_logprobs=tuple(
+                tuple(zip(ids.tolist(), values.tolist(), strict=True))
+                for ids, values in zip(top_tokens[row, :count], top_logprobs[row, :count], strict=True)
+            ),
+            finish_reason=FINISH_REASONS.get(int(finish[row])),
+        )
+        for row, count in enumerate(counts)
+    ]
+
+
+@jax.jit
+def _latest(state: DecodeState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return each row's newest token, its log-probability, and why the row ended."""
+    column = jnp.maximum(state.num_new - 1, 0)[:, None]
+    return state.token, jnp.take_along_axis(state.logprobs, column, axis=1)[:, 0], state.finish
+
+
+def _step_result(
+    tokens: np.ndarray, logprobs: np.ndarray, finish: np.ndarray, is_new: np.ndarray
+) -> StepResult:
+    return StepResult(
+        tokens=tuple(int(token) if new else None for token, new in zip(tokens, is_new, strict=True)),
+        logprobs=tuple(float(value) if new else None for value, new in zip(logprobs, is_new, strict=True)),
+        finish_reasons=tuple(FINISH_REASONS.get(int(code)) for code in finish),
+    )
+
+
+def _check_finite(finish: np.ndarray) -> None:
+    bad = np.flatnonzero(finish == NOT_FINITE)
+    if bad.size:
+        raise ValueError(
+            f"logits must be finite, got NaN or infinity in sequence {bad[0]}; check the weights and the dtype"
+        )

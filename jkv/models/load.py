@@ -1,0 +1,131 @@
+"""A model from its files to a step function on flat arrays.
+
+Puts configuration, parameters and tokenizer together; each is read elsewhere.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jkv import ops
+from jkv.models.decoder import Decoder
+from jkv.models.families import ModelConfig
+from jkv.models.gguf_metadata import gguf_metadata
+from jkv.models.step import StepFunction, Weights, split_model
+from jkv.models.tokenizer import Tokenizer
+from jkv.models.weights.locate import ModelLocation
+from jkv.models.weights.model import open_model
+from jkv.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A loaded model.
+
+    Attributes:
+        config: its sizes.
+        step: `(weights, tokens, cache, batch) -> (logits, cache)`.
+        weights: the parameters as flat arrays.
+        location: where it was read from.
+    """
+
+    config: ModelConfig
+    step: StepFunction
+    weights: Weights
+    location: ModelLocation
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    implementation: ops.Implementation = "auto",
+    sharding: Sharding | None = None,
+) -> LanguageModel:
+    """Load a model's weights, one tensor at a time, straight to where they live.
+
+    Args:
+        name_or_path: as `jkv.models.weights.locate.resolve_model` takes it.
+        dtype: dtype of activations.
+        param_dtype: dtype of stored weights.
+        implementation: how attention is computed.
+        sharding: places weights, activations and attention over a mesh; None is one device.
+
+    Raises:
+        ValueError: the model is not found, not understood, damaged, or does not fit the mesh.
+    """
+    stored = open_model(name_or_path)
+    model = abstract_decoder(
+        stored.config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, sharding=sharding
+    )
+    set_parameters(model, stored.load(parameter_targets(model, sharding)))
+    step, weights = split_model(model)
+    return LanguageModel(stored.config, step, weights, stored.location)
+
+
+def load_tokenizer(location: ModelLocation) -> Tokenizer:
+    """Load the tokenizer that belongs to a model's files.
+
+    Raises:
+        ValueError: there is none, or it is of a kind that jkv does not read.
+    """
+    if location.format == "gguf":
+        return Tokenizer.from_gguf(gguf_metadata(location.path))
+    return Tokenizer.from_folder(location.path)
+
+
+def abstract_decoder(
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    implementation: ops.Implementation = "auto",
+    sharding: Sharding | None = None,
+) -> Decoder:
+    """Return a decoder whose parameters are shapes alone."""
+
+    def make() -> Decoder:
+        return Decoder(
+            config,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            implementation=implementation,
+            sharding=sharding,
+            rngs=nnx.Rngs(0),
+        )
+
+    return nnx.eval_shape(make)
+
+
+def parameter_targets(
+    model: nnx.Module, sharding: Sharding | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape, dtype and placement of each parameter, by its dotted path.
+
+    Raises:
+        ValueError: the mesh does not divide a parameter.
+    """
+    targets = {}
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        shape, dtype = parameter.shape, parameter.dtype
+        placement = None
+        if sharding is not None:
+            axes = parameter.get_metadata("logical_axes")
+            for axis, size in zip(axes, shape, strict=True):
+                sharding.check_divides(axis, size)
+            placement = sharding.named(*axes)
+        targets[".".join(map(str, path))] = jax.ShapeDtypeStruct(shape, dtype, sharding=placement)
+    return targets
+
+
+def set_parameters(model: nnx.Module, parameters: dict[str, jax.Array]) -> None:
+    """Fill the module's parameters, by dotted path, with arrays."""
+    state = nnx.state(model, nnx.Param)
+    flat = nnx.to_flat_state(state)
+    filled = [(path, old.replace(parameters[".".join(map(str, path))])) for path, old in flat]
+    nnx.update(model, nnx.from_flat_state(filled))
