@@ -59,6 +59,17 @@ def check_finite(parameters: Mapping[str, jax.Array]) -> None:
     _refuse("every parameter must be finite, got NaN or infinity in", [n for n in finite if not finite[n]])
 
 
+def is_castable(source: np.dtype, target: np.dtype) -> bool:
+    """Return whether a tensor may be read as another dtype: one floating-point dtype as another."""
+    return source == target or (_is_floating(source) and _is_floating(target))
+
+
+def placed(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the target with a sharding: its own, or the first device."""
+    sharding = target.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=sharding)
+
+
 @jax.jit
 def _are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
@@ -108,13 +119,9 @@ def _check_tensors(
         (
             f"{rule.source} {infos[rule.source].dtype} for {targets[rule.target].dtype}"
             for rule in rules
-            if not _is_kind(infos[rule.source].dtype, targets[rule.target].dtype)
+            if not is_castable(infos[rule.source].dtype, targets[rule.target].dtype)
         ),
     )
-
-
-def _is_kind(source: np.dtype, target: np.dtype) -> bool:
-    return source == target or (_is_floating(source) and _is_floating(target))
 
 
 def _check_cover(name: str, shape: tuple[int, ...], rules: list[TensorRule]) -> None:
@@ -165,8 +172,7 @@ def _load(source: TensorSource, rules: list[TensorRule], target: jax.ShapeDtypeS
             blocks[box] = _read_box(source, rules, box, target.dtype)
         return blocks[box]
 
-    sharding = target.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.make_array_from_callback(target.shape, sharding, block)
+    return jax.make_array_from_callback(target.shape, placed(target).sharding, block)
 
 
 def _read_box(source: TensorSource, rules: list[TensorRule], box: _Box, dtype: np.dtype) -> np.ndarray:

@@ -122,6 +122,7 @@ def write_gguf(
     *,
     architecture: str = "llama",
     encoding: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    theta: float = 10_000.0,
     extra: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write Hugging Face tensors as llama.cpp does; vectors stay F32."""
@@ -136,6 +137,7 @@ def write_gguf(
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_freq_base(theta)
     for name, tensor in tensors.items():
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
         part = name.split(".")[-2]

@@ -1,0 +1,114 @@
+"""jkv's own checkpoints: parameters in Orbax's format with the model's configuration beside them.
+
+Knows the folder's layout; the arrays are Orbax's.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import jax
+from orbax.checkpoint import v1 as ocp
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jkv.models.families import ModelConfig
+from jkv.models.weights.load import is_castable, placed
+
+_DESCRIPTION = "jkv.json"
+_PARAMETERS = "parameters"
+# Bytes at the head and the tail of each file that the fingerprint covers.
+_SAMPLE_BYTES = 4096
+
+
+class _Description(BaseModel):
+    """What jkv.json holds; `version` counts the folder's layouts."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: Literal[1] = 1
+    config: ModelConfig
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the folder is a checkpoint of jkv, whole or not."""
+    return (path / _DESCRIPTION).is_file() or (path / _PARAMETERS).is_dir()
+
+
+def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, jax.Array]) -> None:
+    """Write a checkpoint; on several hosts, every one calls this with its shards.
+
+    Args:
+        path: a folder that is not there yet.
+        config: the model's sizes.
+        parameters: arrays by dotted path, as `load_parameters` returns them.
+
+    Raises:
+        ValueError: the folder exists.
+    """
+    if path.exists():
+        raise ValueError(f"a checkpoint must go to a new folder, got {path}; remove it or choose another")
+    ocp.save(str(path.absolute() / _PARAMETERS), dict(parameters))
+    # Written last: a folder without it was not finished.
+    if jax.process_index() == 0:
+        (path / _DESCRIPTION).write_text(_Description(config=config).model_dump_json(indent=2) + "\n")
+
+
+def read_checkpoint_config(path: Path) -> ModelConfig:
+    """Return a checkpoint's configuration.
+
+    Raises:
+        ValueError: the folder is missing, not a checkpoint of jkv, not finished, or of another version.
+    """
+    if not path.is_dir():
+        raise ValueError(f"a checkpoint must be a folder, got {path}, which is none")
+    if not (path / _DESCRIPTION).is_file():
+        raise ValueError(f"{path} must hold {_DESCRIPTION}; it is no checkpoint of jkv, or was not finished")
+    try:
+        return _Description.model_validate_json((path / _DESCRIPTION).read_bytes()).config
+    except ValidationError as error:
+        wrong = sorted({".".join(map(str, problem["loc"])) for problem in error.errors()})
+        raise ValueError(
+            f"{path / _DESCRIPTION} must describe a model of this jkv, got other {wrong}"
+        ) from error
+
+
+def restore_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Read a checkpoint's parameters onto any mesh and floating-point dtype.
+
+    Args:
+        path: the folder.
+        targets: shape, dtype and sharding of each parameter, by its dotted path; as for `load_parameters`.
+
+    Raises:
+        ValueError: the folder is no checkpoint, or its parameters are not those of `targets`.
+    """
+    read_checkpoint_config(path)
+    folder = str(path.absolute() / _PARAMETERS)
+    try:
+        stored = ocp.metadata(folder).metadata
+    except (ocp.errors.InvalidLayoutError, FileNotFoundError) as error:
+        raise ValueError(f"{folder} must hold the parameters of the checkpoint, got {error!r}") from error
+    differing = sorted(stored.keys() ^ targets.keys())
+    if differing:
+        raise ValueError(f"{path} must hold the model's parameters, got others or none for {differing}")
+    unfit = [
+        f"{name} {stored[name].dtype}{list(stored[name].shape)} for {target.dtype}{list(target.shape)}"
+        for name, target in targets.items()
+        if stored[name].shape != target.shape or not is_castable(stored[name].dtype, target.dtype)
+    ]
+    if unfit:
+        raise ValueError(f"{path} must hold parameters of the model's shapes and kinds, got {unfit}")
+    return ocp.load(folder, {name: placed(target) for name, target in targets.items()})
+
+
+def checkpoint_fingerprint(path: Path) -> str:
+    """Return 32 hexadecimal digits that name these files; the same weights saved again have others."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)}\0{size}\n".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(_SAMPLE_BYTES))
+            opened.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(opened.read())
+    return digest.hexdigest()[:32]

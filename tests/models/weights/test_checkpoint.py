@@ -1,0 +1,174 @@
+"""jkv's checkpoints: saved on one mesh, restored on another, and refused when they are not whole."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jkv.layers.rope import RopeConfig
+from jkv.models.families import ModelConfig
+from jkv.models.weights.checkpoint import (
+    checkpoint_fingerprint,
+    is_checkpoint,
+    read_checkpoint_config,
+    restore_checkpoint,
+    save_checkpoint,
+)
+
+from .checkpoints import make_normal
+
+WEIGHT = "layers.0.mlp.weight"
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=320,
+    num_layers=2,
+    embed_dim=64,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=96,
+    norm_eps=1e-6,
+    rope=RopeConfig(dim=8, scaling="yarn", factor=4.0, frequency_factors=(1.0, 1.0, 2.0, 8.0)),
+    max_length=512,
+    windows=(None, 16),
+    eos_token_ids=(2, 7),
+)
+
+
+def make_target(spec: tuple, dtype: object = jnp.float32, shape: tuple = (16, 8)) -> jax.ShapeDtypeStruct:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def save(path: Path, seed: int = 0) -> dict[str, np.ndarray]:
+    values = {
+        WEIGHT: make_normal(16, 8, seed=seed),
+        "norm.scale": make_normal(16, seed=seed + 1),
+    }
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("model"))
+    save_checkpoint(path, CONFIG, {name: jax.device_put(value, sharding) for name, value in values.items()})
+    return values
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    path = tmp_path_factory.mktemp("checkpoint") / "model"
+    return path, save(path)
+
+
+@pytest.fixture
+def copied(saved: tuple, tmp_path: Path) -> Path:
+    return shutil.copytree(saved[0], tmp_path / "model")
+
+
+def test_parameters_return_on_another_mesh(saved: tuple):
+    path, values = saved
+    targets = {
+        WEIGHT: make_target(("model", "data")),
+        "norm.scale": make_target((), shape=(16,)),
+    }
+    restored = restore_checkpoint(path, targets)
+    for name, value in values.items():
+        assert restored[name].sharding == targets[name].sharding
+        np.testing.assert_array_equal(restored[name], value, strict=True)
+
+
+def test_parameters_return_in_another_floating_dtype(saved: tuple):
+    path, values = saved
+    targets = {name: make_target((), jnp.bfloat16, value.shape) for name, value in values.items()}
+    restored = restore_checkpoint(path, targets)
+    for name, value in values.items():
+        assert restored[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(restored[name], value.astype(jnp.bfloat16))
+
+
+def test_the_configuration_returns_equal_and_hashable(saved: tuple):
+    config = read_checkpoint_config(saved[0])
+    assert config == CONFIG
+    assert hash(config) == hash(CONFIG)
+
+
+def test_the_configuration_is_plain_json(saved: tuple):
+    description = json.loads((saved[0] / "jkv.json").read_text())
+    assert description["version"] == 1
+    assert description["config"]["rope"]["frequency_factors"] == [1.0, 1.0, 2.0, 8.0]
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path):
+    with pytest.raises(ValueError, match="must go to a new folder"):
+        save_checkpoint(tmp_path, CONFIG, {})
+
+
+def test_other_parameters_are_named(saved: tuple):
+    targets = {WEIGHT: make_target(()), "norm.other": make_target((), shape=(16,))}
+    with pytest.raises(ValueError, match=r"\['norm.other', 'norm.scale'\]"):
+        restore_checkpoint(saved[0], targets)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (make_target((), shape=(16, 9)), r"float32\[16, 8\] for float32\[16, 9\]"),
+        (make_target((), jnp.int32), "for int32"),
+    ],
+)
+def test_another_shape_or_kind_is_named(saved: tuple, target: jax.ShapeDtypeStruct, message: str):
+    targets = {WEIGHT: target, "norm.scale": make_target((), shape=(16,))}
+    with pytest.raises(ValueError, match=rf"layers.0.mlp.weight .*{message}"):
+        restore_checkpoint(saved[0], targets)
+
+
+def test_a_missing_folder_and_a_foreign_one_are_told_apart(tmp_path: Path):
+    with pytest.raises(ValueError, match="must be a folder"):
+        read_checkpoint_config(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no checkpoint of jkv, or was not finished"):
+        read_checkpoint_config(tmp_path)
+
+
+def test_a_checkpoint_that_was_not_finished_is_refused(copied: Path):
+    (copied / "jkv.json").unlink()
+    assert is_checkpoint(copied)
+    with pytest.raises(ValueError, match="was not finished"):
+        restore_checkpoint(copied, {})
+
+
+def test_a_checkpoint_without_its_parameters_is_refused(copied: Path):
+    shutil.rmtree(copied / "parameters")
+    with pytest.raises(ValueError, match="parameters must hold the parameters of the checkpoint"):
+        restore_checkpoint(copied, {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": 2}, {"extra": 1}, {"config": {"family": "llama"}}],
+)
+def test_a_description_of_another_version_is_refused(copied: Path, change: dict):
+    file = copied / "jkv.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=r"jkv\.json must describe a model of this jkv, got other \["):
+        read_checkpoint_config(copied)
+
+
+def test_a_setting_that_this_version_does_not_know_is_refused(copied: Path):
+    file = copied / "jkv.json"
+    description = json.loads(file.read_text())
+    description["config"]["rope"]["new_scaling"] = 3.0
+    file.write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=r"config\.rope\.new_scaling"):
+        read_checkpoint_config(copied)
+
+
+def test_a_copy_has_the_same_fingerprint_and_other_weights_another(
+    saved: tuple, copied: Path, tmp_path: Path
+):
+    original = checkpoint_fingerprint(saved[0])
+    assert len(original) == 32
+    assert checkpoint_fingerprint(copied) == original
+    save(tmp_path / "other", seed=5)
+    assert checkpoint_fingerprint(tmp_path / "other") != original
