@@ -1,0 +1,95 @@
+"""One stored model, whatever its format: its configuration, its parameters, its identity.
+
+Knows which reader serves which format; knows no layer.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jkv.models.families import ModelConfig
+from jkv.models.gguf_config import config_from_gguf
+from jkv.models.hf_config import config_from_hf
+from jkv.models.weights.checkpoint import (
+    checkpoint_fingerprint,
+    read_checkpoint_config,
+    restore_checkpoint,
+)
+from jkv.models.weights.fp8 import Fp8Source
+from jkv.models.weights.gguf import GgufSource
+from jkv.models.weights.load import check_finite, load_parameters
+from jkv.models.weights.locate import ModelLocation, resolve_model
+from jkv.models.weights.rules import tensor_rules
+from jkv.models.weights.safetensors import open_safetensors
+from jkv.models.weights.source import TensorSource, fingerprint
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on disk, its header read.
+
+    Attributes:
+        location: where it lies, and in which format.
+        config: its sizes.
+        source: its tensors; None where Orbax holds them.
+    """
+
+    location: ModelLocation
+    config: ModelConfig
+    source: TensorSource | None
+
+    def load(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Read the parameters onto a mesh.
+
+        Args:
+            targets: shape, dtype and sharding of each parameter, by its dotted path.
+
+        Raises:
+            ValueError: the files do not hold these parameters, each whole and finite.
+        """
+        if self.location.format != "checkpoint" and self.source is not None:
+            return load_parameters(self.source, tensor_rules(self.config, self.location.format), targets)
+        parameters = restore_checkpoint(self.location.path, targets)
+        check_finite(parameters)
+        return parameters
+
+    def fingerprint(self) -> str:
+        """Return 32 hexadecimal digits that name the weights."""
+        return checkpoint_fingerprint(self.location.path) if self.source is None else fingerprint(self.source)
+
+
+def open_model(name_or_path: str | Path) -> StoredModel:
+    """Find a model and read its configuration; `resolve_model` says what names it.
+
+    Raises:
+        ValueError: nothing of that name, a damaged file, or a model that jkv does not compute.
+    """
+    location = resolve_model(name_or_path)
+    if location.format == "checkpoint":
+        return StoredModel(location, read_checkpoint_config(location.path), None)
+    if location.format == "gguf":
+        source = GgufSource(location.path)
+        config = config_from_gguf(source.metadata, source.tensors, source.frequency_factors())
+        return StoredModel(location, config, source)
+    description = _read_json(location.path / "config.json")
+    return StoredModel(location, config_from_hf(description), _open_folder(location.path, description))
+
+
+def _open_folder(folder: Path, description: Mapping[str, Any]) -> TensorSource:
+    source = open_safetensors(folder)
+    quantization = description.get("quantization_config")
+    if not quantization:
+        return source
+    block = quantization.get("weight_block_size")
+    return Fp8Source(source, tuple(block) if block else None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from error
