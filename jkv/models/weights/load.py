@@ -54,9 +54,19 @@ def load_parameters(
 
 def check_finite(parameters: Mapping[str, jax.Array]) -> None:
     """Raise a ValueError that names every parameter with a NaN or an infinity."""
-    floating = {name: array for name, array in parameters.items() if _is_floating(array.dtype)}
-    finite = jax.device_get(_are_finite(floating))
+    # One small program a shape: a single one for all parameters compiles for seconds.
+    flags = {name: _is_finite(array) for name, array in parameters.items() if _is_floating(array.dtype)}
+    finite = jax.device_get(flags)
     _refuse("every parameter must be finite, got NaN or infinity in", [n for n in finite if not finite[n]])
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
+def _is_floating(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def is_castable(source: np.dtype, target: np.dtype) -> bool:
@@ -68,15 +78,6 @@ def placed(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Return the target with a sharding: its own, or the first device."""
     sharding = target.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=sharding)
-
-
-@jax.jit
-def _are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
-
-
-def _is_floating(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def _refuse(sentence: str, names: Iterable[str]) -> None:
