@@ -1,0 +1,94 @@
+"""From a configuration to what decodes: mesh, model, decoding, sampling.
+
+Knows what the sections mean; the parts know nothing of configurations.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from jkv.config import DecodeConfig, MeshSection
+from jkv.decode.generate import Decoding
+from jkv.decode.params import SamplingParams
+from jkv.models.decoder import cache_spec
+from jkv.models.load import LanguageModel, load_model
+from jkv.models.tokenizer import Tokenizer
+from jkv.sharding import Sharding
+
+_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def load_configured(config: DecodeConfig) -> LanguageModel:
+    """Load the configured model onto the configured mesh.
+
+    Raises:
+        ValueError: as `load_model`, or the machine has fewer devices than the mesh.
+    """
+    return load_model(
+        config.model.path,
+        dtype=jnp.dtype(config.model.dtype),
+        param_dtype=jnp.dtype(config.model.weights),
+        implementation=config.engine.attention,
+        sharding=make_sharding(config.mesh),
+    )
+
+
+def make_decoding(config: DecodeConfig, model: LanguageModel, *, stop_ids: Iterable[int] = ()) -> Decoding:
+    """Return how the model is decoded by the configuration's cache, mesh and engine.
+
+    Raises:
+        ValueError: a stop id is outside the vocabulary.
+    """
+    stop_ids = tuple(stop_ids)
+    strangers = [token for token in stop_ids if not 0 <= token < model.config.vocab_size]
+    if strangers:
+        raise ValueError(
+            f"stop tokens must be in the vocabulary [0, {model.config.vocab_size}), got {strangers[0]}"
+        )
+    engine, cache = config.engine, config.cache
+    return Decoding(
+        step=model.step,
+        weights=model.weights,
+        spec=cache_spec(model.config, page_size=cache.page_size, codec=cache.codec),
+        vocab_size=model.config.vocab_size,
+        stop_ids=stop_ids,
+        capacity=None if cache.capacity == "auto" else cache.capacity,
+        buckets=tuple(bucket for bucket in engine.prefill_buckets if bucket <= engine.prefill_chunk),
+        sharding=make_sharding(config.mesh),
+    )
+
+
+def make_sampling(config: DecodeConfig) -> SamplingParams:
+    """Return how the configuration chooses tokens where a request does not say."""
+    values = asdict(config.engine.sampling)
+    del values["max_new_tokens"]
+    return SamplingParams(**values)
+
+
+def make_sharding(mesh: MeshSection) -> Sharding | None:
+    """Return the section's mesh and rules over this machine's first devices; None for one device.
+
+    Raises:
+        ValueError: there are fewer devices.
+    """
+    if mesh.num_devices == 1:
+        return None
+    devices = jax.devices()
+    if len(devices) < mesh.num_devices:
+        raise ValueError(
+            f"the mesh needs {mesh.num_devices} devices, got {len(devices)}; choose another mesh, or on a "
+            f"CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.num_devices}"
+        )
+    names, sizes = zip(*mesh.axes, strict=True)
+    axis_types = (_AXIS_TYPES[mesh.axis_types],) * len(names)
+    made = jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices[: mesh.num_devices])
+    return Sharding.create(made, asdict(mesh.rules))
+
+
+def end_ids(model: LanguageModel, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the tokens that end a generation, as the model's and the tokenizer's files name them."""
+    named = tokenizer.eos_ids if tokenizer else ()
+    return tuple(sorted({*named, *model.config.eos_token_ids}))
