@@ -1,0 +1,74 @@
+"""The `jkv` command: finds the verb, and turns what goes wrong into one line and an exit code.
+
+Each verb is a module that is imported when it runs, with `run(argv)` and a plain function that does the work.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jkv import __version__
+from jkv.config.errors import did_you_mean
+
+VERBS = {
+    "generate": "continue a prompt or answer a chat message",
+    "score": "give the log-probability of a text",
+    "inspect": "show a checkpoint's architecture, sizes and bytes",
+    "bench": "measure prefill and decode",
+    "tokenize": "show a text's tokens",
+    "check": "print a resolved configuration and what follows from it",
+}
+USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; returns the exit code: 0, 2 for what the user can mend, 130 interrupted.
+
+    Args:
+        argv: arguments after the program's name; None takes the process's.
+    """
+    verb, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    if verb in ("-h", "--help"):
+        print(_help())
+        return 0
+    if verb == "--version":
+        print(f"jkv {__version__}")
+        return 0
+    if verb not in VERBS:
+        known = did_you_mean(verb, VERBS) or f"; known: {', '.join(VERBS)}"
+        return _fail(f"{verb!r} is not a verb{known}")
+    _keep_programs()
+    try:
+        importlib.import_module(f"jkv.cli.{verb}").run(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader is gone; Python would say so again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ValueError as error:
+        return _fail(str(error))
+    return 0
+
+
+def _help() -> str:
+    lines = [f"  {verb:10}{purpose}" for verb, purpose in VERBS.items()]
+    return "\n".join(["usage: jkv VERB [OPTIONS]", "", *lines, "", "jkv VERB --help shows a verb's options."])
+
+
+def _fail(message: str) -> int:
+    print(f"jkv: {message}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def _keep_programs() -> None:
+    """Keep compiled programs between runs, in $JKV_CACHE; `off` keeps none. JAX reads this when it loads."""
+    folder = os.environ.get("JKV_CACHE", str(Path.home() / ".cache" / "jkv" / "xla"))
+    if folder != "off":
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")

@@ -1,0 +1,292 @@
+"""`jkv generate`: continues prompts or answers a chat message.
+
+Knows prompts and terminals; jkv.decode.text does the work.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jkv.cli.options import Flag, ModelOptions, find_tokenizer, parse, resolve
+from jkv.config import DecodeConfig
+from jkv.decode.configured import end_ids, load_configured, make_decoding, make_sampling
+from jkv.decode.params import SamplingParams
+from jkv.decode.text import TextGeneration, TextStream
+from jkv.models.load import LanguageModel, load_tokenizer
+from jkv.models.tokenizer import Tokenizer
+from jkv.models.weights.locate import resolve_model
+
+_KEYS = {
+    "max_new_tokens": "engine.sampling.max-new-tokens",
+    "seed": "engine.seed",
+    **{
+        name: f"engine.sampling.{name.replace('_', '-')}"
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(ModelOptions):
+    """Continue prompts, or answer a chat message, as tokens come."""
+
+    prompt: tuple[str, ...] = ()
+    """Texts to continue."""
+    prompts: Path | None = None
+    """File with one text to continue a line; empty lines are skipped."""
+    chat: str | None = None
+    """Message to answer, by the model's chat template."""
+    prompt_tokens: tuple[str, ...] = ()
+    """Prompts of token ids, each as 1,2,3."""
+    system: str | None = None
+    """System message before --chat."""
+    special: Flag = False
+    """Prompt text that spells a control token is that token."""
+    max_new_tokens: int | None = None
+    """New tokens at most."""
+    ignore_eos: Flag = False
+    """Do not end at the model's own end tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the output, and are left out of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, beside the model's own."""
+    temperature: float | None = None
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Likeliest tokens kept; 0 keeps all."""
+    top_p: float | None = None
+    """Probability kept, likeliest tokens first; 1 keeps all."""
+    min_p: float | None = None
+    """Least probability kept, as a share of the likeliest token's; 0 keeps all."""
+    repetition_penalty: float | None = None
+    """Divides positive and multiplies negative logits of tokens seen; 1 is none."""
+    presence_penalty: float | None = None
+    """Subtracted from the logits of tokens generated."""
+    frequency_penalty: float | None = None
+    """Subtracted from a logit for each time its token was generated."""
+    logit_bias: tuple[str, ...] = ()
+    """Added to a token's logit, each as ID=VALUE; -inf bans the token."""
+    seed: int | None = None
+    """Start of every random choice."""
+    logprobs: int | None = None
+    """With --json, each token's log-probability, and those of so many of the likeliest."""
+    json: Flag = False
+    """Print one JSON object a prompt."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Generate as the command line says, and print text as it comes, or JSON."""
+    arguments, overrides = parse(Arguments, argv, "generate")
+    _check_source(arguments)
+    config = resolve(arguments, overrides, _KEYS)
+    sampling = _sampling(arguments, config)
+    location = resolve_model(config.model.path)
+    tokenizer = find_tokenizer(location) if arguments.prompt_tokens else load_tokenizer(location)
+    texts, prompts = read_prompts(arguments, tokenizer)
+    with _progress() as progress:
+        task = progress.add_task(f"loading {config.model.path}", total=None)
+        model = load_configured(config)
+        progress.update(task, description="reading the prompt, compiling where it is the first of its size")
+        stream = stream_text(arguments, config, model, tokenizer, prompts, sampling)
+        steps = iter(stream)
+        latest = next(steps)
+    show = _Display(texts, is_silent=arguments.json or tokenizer is None)
+    show.step(latest.pieces, latest.finish_reasons)
+    for step in steps:
+        show.step(step.pieces, step.finish_reasons)
+    generations = stream.generations()
+    if arguments.json:
+        cache_bytes = stream.cache_bytes
+        for text, prompt, generation in zip(texts, prompts, generations, strict=True):
+            print(json.dumps(describe(text, prompt, generation, cache_bytes, arguments.logprobs)))
+    elif tokenizer is None:
+        for generation in generations:
+            print(",".join(map(str, generation.tokens)))
+
+
+def read_prompts(
+    arguments: Arguments, tokenizer: Tokenizer | None
+) -> tuple[list[str | None], list[list[int]]]:
+    """Return the texts of the prompts, None where ids were given, and their token ids.
+
+    Raises:
+        ValueError: a text cannot be encoded, or an id is no number.
+    """
+    if tokenizer is None or arguments.prompt_tokens:
+        prompts = [_ids(text) for text in arguments.prompt_tokens]
+        return [None] * len(prompts), prompts
+    if arguments.chat is not None:
+        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        messages = [*system, {"role": "user", "content": arguments.chat}]
+        return [arguments.chat], [tokenizer.encode_chat(messages, special_content=arguments.special)]
+    texts = list(arguments.prompt)
+    if arguments.prompts is not None:
+        texts = [line for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line]
+    return list(texts), [tokenizer.encode(text, special=arguments.special) for text in texts]
+
+
+def stream_text(
+    arguments: Arguments,
+    config: DecodeConfig,
+    model: LanguageModel,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+) -> TextStream:
+    """Read the prompts into the cache and return the stream of their continuations.
+
+    Raises:
+        ValueError: there are more prompts than sequences, or they and their new tokens are too long.
+    """
+    max_new_tokens = config.engine.sampling.max_new_tokens
+    if len(prompts) > config.engine.max_sequences:
+        raise ValueError(
+            f"a batch holds {config.engine.max_sequences} sequences, got {len(prompts)} prompts; "
+            "raise --engine.max-sequences"
+        )
+    needed = max(map(len, prompts), default=0) + max_new_tokens
+    if needed > model.config.max_length:
+        raise ValueError(
+            f"the model reads at most {model.config.max_length} tokens, got {needed} with the new ones; "
+            "shorten the prompt or lower --max-new-tokens"
+        )
+    model_ends = () if arguments.ignore_eos else end_ids(model, tokenizer)
+    return TextStream(
+        make_decoding(config, model, stop_ids=(*model_ends, *arguments.stop_token_ids)),
+        tokenizer,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_strings=arguments.stop,
+        seed=config.engine.seed,
+    )
+
+
+def describe(
+    text: str | None,
+    prompt: Sequence[int],
+    generation: TextGeneration,
+    cache_bytes: int,
+    logprobs: int | None,
+) -> dict[str, Any]:
+    """Return what `--json` prints of one prompt.
+
+    Args:
+        text: the prompt; None where it was ids.
+        prompt: its token ids.
+        generation: its continuation.
+        cache_bytes: bytes of its cache.
+        logprobs: likeliest tokens listed for each place; None leaves log-probabilities out.
+    """
+    first, *rest = (1e3 * second for second in generation.seconds)
+    p50, p95 = np.percentile(rest, [50, 95]).tolist() if rest else (None, None)
+    described = {
+        "prompt": text,
+        "prompt_tokens": list(prompt),
+        "text": generation.text,
+        "tokens": list(generation.tokens),
+        "finish_reason": generation.finish_reason,
+        "num_prompt_tokens": len(prompt),
+        "num_new_tokens": len(generation.tokens),
+        "ttft_ms": first,
+        "itl_ms": {"p50": p50, "p95": p95},
+        "tokens_per_second": 1e3 * len(rest) / sum(rest) if rest else None,
+        "cache_bytes": cache_bytes,
+    }
+    if logprobs is not None:
+        described["logprobs"] = _describe_logprobs(generation)
+    return described
+
+
+class _Display:
+    """Writes text to the terminal as it comes: one sequence's at once, several each when it ends."""
+
+    def __init__(self, texts: Sequence[str | None], *, is_silent: bool):
+        self._texts = texts
+        self._is_silent = is_silent
+        self._waiting: dict[int, list[str]] = {index: [] for index in range(len(texts))}
+
+    def step(self, pieces: Sequence[str], finish_reasons: Sequence[str | None]) -> None:
+        """Show what one step brought."""
+        if self._is_silent:
+            return
+        if len(self._texts) == 1:
+            print(pieces[0], end="" if finish_reasons[0] is None else "\n", flush=True)
+            return
+        for index, (piece, reason) in enumerate(zip(pieces, finish_reasons, strict=True)):
+            if index not in self._waiting:
+                continue
+            self._waiting[index].append(piece)
+            if reason is not None:
+                text = "".join(self._waiting.pop(index))
+                header = "" if self._texts[index] is None else f": {self._texts[index]}"
+                print(f"[{index}]{header}\n{text}\n", flush=True)
+
+
+def _progress() -> Progress:
+    """Return a bar on standard error; where that is no terminal, nothing is shown."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _check_source(arguments: Arguments) -> None:
+    sources = {
+        "--prompt": arguments.prompt,
+        "--prompts": arguments.prompts,
+        "--chat": arguments.chat is not None,
+        "--prompt-tokens": arguments.prompt_tokens,
+    }
+    given = [flag for flag, value in sources.items() if value]
+    if len(given) != 1:
+        raise ValueError(
+            f"exactly one of {', '.join(sources)} must be given, got {' and '.join(given) or 'none'}"
+        )
+    if arguments.system is not None and arguments.chat is None:
+        raise ValueError("--system goes before a chat message; give --chat, or drop it")
+
+
+def _sampling(arguments: Arguments, config: DecodeConfig) -> SamplingParams:
+    bias = tuple(map(_bias, arguments.logit_bias))
+    return replace(make_sampling(config), logit_bias=bias, num_logprobs=arguments.logprobs or 0)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ValueError(f"--logit-bias must be ID=VALUE, as 42=-1.5, got {text!r}") from None
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ValueError(f"--prompt-tokens must be numbers with commas, as 1,2,3, got {text!r}") from None
+
+
+def _describe_logprobs(generation: TextGeneration) -> list[dict[str, Any]]:
+    places = zip(generation.tokens, generation.logprobs, generation.top_logprobs, strict=True)
+    return [
+        {
+            "token": token,
+            "logprob": logprob,
+            "top": [{"token": other, "logprob": value} for other, value in top],
+        }
+        for token, logprob, top in places
+    ]

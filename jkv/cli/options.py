@@ -1,0 +1,88 @@
+"""What the verbs that run a model have in common: their options, and how these become a configuration.
+
+Knows flags; what a value may be is the configuration's to check.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tyro
+
+from jkv.config import DecodeConfig, load_config
+from jkv.models.load import load_tokenizer
+from jkv.models.tokenizer import Tokenizer
+from jkv.models.weights.locate import ModelLocation
+
+Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+# What a model without a configuration gets: pages of 64 tokens suit one long sequence.
+_DEFAULTS = ("smollm2-cpu", ("--cache.page-size=64",))
+_KEYS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "weights": "model.weights",
+    "page_size": "cache.page-size",
+    "capacity": "cache.capacity",
+    "codec": "cache.codec",
+    "attention": "engine.attention",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, and how it runs; each option beats the configuration's value."""
+
+    model: str | None = None
+    """Bundled model's name, GGUF file, folder or hub id."""
+    config: str | None = None
+    """Configuration's name or .yaml file; dotted flags (--engine.max-sequences 16) set its other values."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Activations."""
+    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    """How weights are stored."""
+    page_size: int | None = None
+    """Tokens of a page."""
+    capacity: int | None = None
+    """Tokens that a sequence may hold; its prompt and new tokens if left out."""
+    codec: Literal["f32", "bf16"] | None = None
+    """How keys and values are stored."""
+    attention: Literal["auto", "reference", "xla"] | None = None
+    """Implementation of attention."""
+
+
+def resolve(
+    options: ModelOptions, overrides: Sequence[str] = (), keys: Mapping[str, str] = {}
+) -> DecodeConfig:
+    """Return the configuration that the options and dotted flags make.
+
+    Args:
+        options: of a verb; what is None leaves the configuration's value.
+        overrides: see `load_config`.
+        keys: the verb's own options, and the configuration's keys that they set.
+
+    Raises:
+        ValueError: neither a model nor a configuration is named, or the configuration is wrong.
+    """
+    if options.model is None and options.config is None:
+        raise ValueError("a model must be named; give --model or --config")
+    config, defaults = _DEFAULTS if options.config is None else (options.config, ())
+    flags = [
+        f"--{key}={value}"
+        for name, key in {**_KEYS, **keys}.items()
+        if (value := getattr(options, name)) is not None
+    ]
+    return load_config(config, [*defaults, *flags, *overrides])
+
+
+def parse[T](arguments: type[T], argv: Sequence[str], verb: str) -> tuple[T, list[str]]:
+    """Read a verb's arguments; returns them and the flags that are not its own, for `load_config`."""
+    parsed: Any = tyro.cli(arguments, args=argv, prog=f"jkv {verb}", return_unknown_args=True)
+    return parsed
+
+
+def find_tokenizer(location: ModelLocation) -> Tokenizer | None:
+    """Return the model's tokenizer; None where its folder has none."""
+    if location.path.is_dir() and not (location.path / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(location)

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+import safetensors.numpy
+
+GREEDY = ("generate", "--ignore-eos", "--max-new-tokens", 16)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    return np.load(tiny / "reference.npz")["greedy"].tolist()
+
+
+def ids(tokens):
+    return ",".join(map(str, tokens))
+
+
+def test_json_tells_tokens_times_and_bytes_of_each_prompt(run_json, tiny, reference):
+    prompts = [ids(row[:40]) for row in reference]
+    shown = run_json(*GREEDY, "--model", tiny, "--prompt-tokens", *prompts, "--json", "--logprobs", 2)
+    assert [one["tokens"] for one in shown] == [row[40:] for row in reference]
+    for one in shown:
+        assert (one["prompt"], one["text"], one["finish_reason"]) == (None, None, "length")
+        assert (one["num_prompt_tokens"], one["num_new_tokens"]) == (40, 16)
+        assert one["ttft_ms"] > 0
+        assert 0 < one["itl_ms"]["p50"] <= one["itl_ms"]["p95"]
+        assert one["tokens_per_second"] > 0
+        assert one["cache_bytes"] == 64 * 2 * 3 * 2 * 8 * 4
+        assert [place["top"][0]["token"] for place in one["logprobs"]] == one["tokens"]
+        assert [len(place["top"]) for place in one["logprobs"]] == [2] * 16
+
+
+def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference):
+    flags = ("--page-size", 16, "--engine.prefill-buckets", 16, "--engine.prefill-chunk", 16)
+    stop = reference[0][42]
+    shown = run_jkv(
+        *GREEDY, *flags, "--model", tiny, "--prompt-tokens", ids(reference[0][:40]), "--stop-token-ids", stop
+    )
+    end = reference[0].index(stop, 40)
+    assert shown == ids(reference[0][40 : end + 1]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "exactly one of --prompt, --prompts, --chat, --prompt-tokens must be given, got none"),
+        (("--prompt", "x", "--chat", "y"), "got --prompt and --chat"),
+        (("--prompt", "x"), "must have a tokenizer.json"),
+        (("--prompt", "x", "--system", "y"), "--system goes before a chat message"),
+        (("--prompt-tokens", "1,x"), "--prompt-tokens must be numbers with commas, as 1,2,3, got '1,x'"),
+        (("--prompt-tokens", ""), "prompt 0 is empty"),
+        (("--prompt-tokens", "1,320"), "prompt 0 has token id 320, outside the vocabulary [0, 320)"),
+        (("--prompt-tokens", "1", "--stop-token-ids", "320"), "stop tokens must be in the vocabulary"),
+        (("--prompt-tokens", "1", "--stop", "x"), "stop strings need a model with a tokenizer"),
+        (("--prompt-tokens", "1", "--logit-bias", "5"), "--logit-bias must be ID=VALUE"),
+        (("--prompt-tokens", "1", "--logit-bias", "320=1"), "a token id in logit_bias must be"),
+        (("--prompt-tokens", "1", "--max-new-tokens", "0"), "engine.sampling.max_new_tokens"),
+        (("--prompt-tokens", "1", "--temperature", "-1"), "engine.sampling.temperature"),
+        (("--prompt-tokens", "1", "--top-p", "0"), "engine.sampling.top_p"),
+        (("--prompt-tokens", "1", "--temprature", "1"), "--temprature: is not a flag"),
+        (("--prompt-tokens", *["1"] * 9), "a batch holds 8 sequences, got 9 prompts"),
+        (("--prompt-tokens", "1,2", "--capacity", "2", "--max-new-tokens", "2"), "need a capacity of 3"),
+        (("--prompt-tokens", "1", "--max-new-tokens", "512"), "the model reads at most 512 tokens"),
+        (("--prompt-tokens", "1", "--mesh.axes", "data", "99", "model", "1"), "the mesh needs 99 devices"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(refusal, tiny, arguments, message):
+    assert message in refusal("generate", "--model", tiny, *arguments)
+
+
+def test_a_model_must_be_named(refusal):
+    assert refusal("generate", "--prompt", "x") == "jkv: a model must be named; give --model or --config"
+
+
+def test_a_model_that_is_not_there_is_refused(refusal):
+    assert "a model must be an existing path" in refusal("generate", "--model", "none", "--prompt", "x")
+
+
+def test_a_cut_file_is_refused(refusal, copy_of_tiny):
+    weights = copy_of_tiny / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    said = refusal("generate", "--model", copy_of_tiny, "--prompt-tokens", "1")
+    assert str(weights) in said
+
+
+def test_weights_that_are_no_numbers_are_refused(refusal, copy_of_tiny):
+    weights = copy_of_tiny / "model.safetensors"
+    tensors = safetensors.numpy.load_file(weights)
+    tensors["model.norm.weight"][0] = np.nan
+    safetensors.numpy.save_file(tensors, weights)
+    assert "must be finite" in refusal("generate", "--model", copy_of_tiny, "--prompt-tokens", "1")
