@@ -20,14 +20,15 @@ def split_model(model: nnx.Module) -> tuple[StepFunction, Weights]:
 
     Returns:
         The function `(weights, tokens, cache, batch) -> (logits, cache)` and its weights as flat arrays.
-        Keep the function: programs are compiled once for each.
+        With None for cache and batch it scores tokens without one. Keep the function: programs are compiled
+        once for each.
     """
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
 
     def step(
-        weights: Weights, tokens: jax.Array, cache: Cache, batch: TokenBatch
-    ) -> tuple[jax.Array, Cache]:
+        weights: Weights, tokens: jax.Array, cache: Cache | None, batch: TokenBatch | None
+    ) -> tuple[jax.Array, Cache | None]:
         return nnx.merge(graph, jax.tree.unflatten(tree, weights))(tokens, cache, batch)
 
     return step, tuple(leaves)
