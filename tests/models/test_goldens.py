@@ -1,0 +1,102 @@
+"""Public reference outputs, reproduced whole, in chunks, step by step, and by both forms of generation."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.cache.cache import Cache
+from jkv.decode.generate import Decoding, Stream, generate
+from jkv.models.decoder import cache_spec
+from jkv.models.load import LanguageModel, load_model
+
+from ..compare import assert_close, relative_errors
+from ..poison import poison
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = ("llama", "llama3_rope", "mistral_sliding", "qwen3_qknorm")
+NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 40, 16
+# The references' own bound: float32 of another implementation.
+TOLERANCE = 1e-4
+WIDTHS = (40, 16, 7, 1)
+# Each program compiles for seconds: `make test` takes each width and each model, the gates all pairs.
+SHORT = {("llama", 40), ("llama", 1), ("llama3_rope", 16), ("mistral_sliding", 7), ("qwen3_qknorm", 7)}
+PAIRS = [
+    pytest.param(name, width, marks=() if (name, width) in SHORT else pytest.mark.gate)
+    for name in NAMES
+    for width in WIDTHS
+]
+
+
+class Golden(NamedTuple):
+    model: LanguageModel
+    tokens: np.ndarray
+    logits: np.ndarray
+    greedy: np.ndarray
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    folder = GOLDEN / request.param
+    with np.load(folder / "reference.npz") as reference:
+        return Golden(load_model(folder), reference["tokens"], reference["logits"], reference["greedy"])
+
+
+def make_decoding(model: LanguageModel, **options) -> Decoding:
+    spec = cache_spec(model.config, page_size=4, codec="f32")
+    return Decoding(model.step, model.weights, spec, model.config.vocab_size, **options)
+
+
+def logits_in_chunks(model: LanguageModel, tokens: np.ndarray, width: int) -> np.ndarray:
+    """Run the tokens through a poisoned cache, `width` at a time, the last chunk padded."""
+    rows, length = tokens.shape
+    spec = cache_spec(model.config, page_size=4, codec="f32")
+    cache = poison(Cache.dense(spec, num_sequences=rows, capacity=length + 5))
+    found = []
+    for start in range(0, length, width):
+        chunk = tokens[:, start : start + width]
+        lens = jnp.full(rows, chunk.shape[1], jnp.int32)
+        padded = jnp.asarray(np.pad(chunk, ((0, 0), (0, width - chunk.shape[1]))))
+        logits, cache = run_chunk(model.step, model.weights, padded, cache, lens)
+        found.append(np.asarray(logits)[:, : chunk.shape[1]])
+    return np.concatenate(found, axis=1)
+
+
+@jax.jit(static_argnames="step")
+def run_chunk(step, weights, tokens, cache, lens):
+    cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
+    return step(weights, tokens, cache, batch)
+
+
+@pytest.mark.parametrize(("golden", "width"), PAIRS, indirect=["golden"])
+def test_logits_in_chunks_equal_the_reference(golden: Golden, width: int):
+    assert_close(logits_in_chunks(golden.model, golden.tokens, width), golden.logits, TOLERANCE)
+
+
+def test_logits_without_a_cache_equal_the_reference(golden: Golden):
+    logits, cache = jax.jit(golden.model.step)(golden.model.weights, golden.tokens, None, None)
+    assert cache is None
+    assert_close(logits, golden.logits, TOLERANCE)
+
+
+def test_greedy_tokens_equal_the_reference(golden: Golden):
+    generations = generate(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    assert [list(row.tokens) for row in generations] == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
+
+
+def test_streamed_tokens_equal_the_reference(golden: Golden):
+    stream = Stream(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    steps = [result.tokens for result in stream]
+    assert np.transpose(steps).tolist() == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
+
+
+@pytest.mark.parametrize("golden", ["llama"], indirect=True)
+def test_one_wrong_token_of_forty_fails_the_comparison(golden: Golden):
+    wrong = golden.tokens.copy()
+    wrong[1, 0] += 1
+    logits, _ = jax.jit(golden.model.step)(golden.model.weights, wrong, None, None)
+    whole, row = relative_errors(logits, golden.logits)
+    assert min(whole, row) > 100 * TOLERANCE
