@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.cache import Cache
+from jkv.decode.platform import PlatformJit
 from jkv.decode.sampling import Sampler, sample
 from jkv.models.step import StepFunction
 from jkv.pytree import State, pytree
@@ -55,7 +56,7 @@ class DecodeState(State):
         return self.finish == RUNNING
 
 
-@functools.partial(jax.jit, static_argnames="step", donate_argnames=("cache", "logits"))
+@functools.partial(PlatformJit, static_argnames="step", donate_argnames=("cache", "logits"))
 def prefill(
     step: StepFunction,
     weights: Any,
@@ -73,14 +74,16 @@ def prefill(
     return jnp.where(batch.lens[:, None] > 0, latest, logits), cache
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@functools.partial(PlatformJit, donate_argnames="state")
 def start(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
     """Sample the first new token of each sequence from the logits that `prefill` returned. Consumes `state`."""
     return _take(state, logits)
 
 
-@functools.partial(jax.jit, static_argnames="step", donate_argnames="state")
-def decode(step: StepFunction, weights: Any, state: DecodeState, num_steps: Int[Array, ""] | int) -> DecodeState:
+@functools.partial(PlatformJit, static_argnames="step", donate_argnames="state")
+def decode(
+    step: StepFunction, weights: Any, state: DecodeState, num_steps: Int[Array, ""] | int
+) -> DecodeState:
     """Take at most `num_steps` steps, fewer when every sequence ends. Consumes `state`.
 
     `num_steps` is traced: one program serves a whole generation and a single step.
@@ -109,7 +112,9 @@ def _take(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
     num_new = state.num_new + is_kept.astype(jnp.int32)
     is_stop = (draw.tokens[:, None] == state.stop_ids[None]).any(axis=1)
     finish = jnp.where(
-        ~draw.is_finite, NOT_FINITE, jnp.where(is_stop, STOP, jnp.where(num_new >= state.limits, LENGTH, RUNNING))
+        ~draw.is_finite,
+        NOT_FINITE,
+        jnp.where(is_stop, STOP, jnp.where(num_new >= state.limits, LENGTH, RUNNING)),
     )
 
     def record(history: jax.Array, new: jax.Array) -> jax.Array:

@@ -75,13 +75,20 @@ class GQAttention(nnx.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if head_dim is None and embed_dim % num_heads:
-            raise ValueError(f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}; or give head_dim")
+            raise ValueError(
+                f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}; or give head_dim"
+            )
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {num_heads}")
         if sharding is not None:
             sharding.check_divides("kv_head", self.num_kv_heads)
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "sharding": sharding, "rngs": rngs}
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "sharding": sharding,
+            "rngs": rngs,
+        }
 
         def project(heads: int, axis: str) -> Linear:
             width = heads * self.head_dim
@@ -91,7 +98,11 @@ class GQAttention(nnx.Module):
         self.k_proj = project(self.num_kv_heads, "kv_head")
         self.v_proj = project(self.num_kv_heads, "kv_head")
         self.o_proj = Linear(
-            num_heads * self.head_dim, embed_dim, axes=("q_head", "embed"), has_bias=has_output_bias, **options
+            num_heads * self.head_dim,
+            embed_dim,
+            axes=("q_head", "embed"),
+            has_bias=has_output_bias,
+            **options,
         )
         self.q_norm = nnx.data(None)
         self.k_norm = nnx.data(None)

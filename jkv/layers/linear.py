@@ -93,7 +93,9 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """Divides by the root of the mean square over the last axis, in float32, then scales (Zhang et al. 2019)."""
 
-    def __init__(self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32, axis: str = "embed"):
+    def __init__(
+        self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32, axis: str = "embed"
+    ):
         self.scale = nnx.Param(jnp.ones(features, param_dtype), logical_axes=(axis,))
         self.eps = eps
 

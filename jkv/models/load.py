@@ -12,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jkv import ops
+from jkv.layers.quantized import WeightCodec, quantize
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.gguf_metadata import gguf_metadata
@@ -44,6 +45,7 @@ def load_model(
     *,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
+    weight_codec: WeightCodec | None = None,
     implementation: ops.Implementation = "auto",
     sharding: Sharding | None = None,
 ) -> LanguageModel:
@@ -53,6 +55,7 @@ def load_model(
         name_or_path: as `jkv.models.weights.locate.resolve_model` takes it.
         dtype: dtype of activations.
         param_dtype: dtype of stored weights.
+        weight_codec: packs projections and embedding after they are read in `param_dtype`; None keeps them.
         implementation: how attention is computed.
         sharding: places weights, activations and attention over a mesh; None is one device.
 
@@ -64,6 +67,8 @@ def load_model(
         stored.config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, sharding=sharding
     )
     set_parameters(model, stored.load(parameter_targets(model, sharding)))
+    if weight_codec is not None:
+        quantize(model, weight_codec)
     step, weights = split_model(model)
     return LanguageModel(stored.config, step, weights, stored.location)
 
@@ -102,9 +107,7 @@ def abstract_decoder(
     return nnx.eval_shape(make)
 
 
-def parameter_targets(
-    model: nnx.Module, sharding: Sharding | None = None
-) -> dict[str, jax.ShapeDtypeStruct]:
+def parameter_targets(model: nnx.Module, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape, dtype and placement of each parameter, by its dotted path.
 
     Raises:
