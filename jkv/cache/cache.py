@@ -144,7 +144,9 @@ def cache_sharding(cache: Cache, sharding: Sharding) -> Cache:
     """Return a cache-shaped tree of NamedShardings: pages go with their sequences, heads over their axis."""
     pool = sharding.named("page", "kv_head", None, None)
     rows = sharding.named("seq")
-    pools = tuple(p.replace(keys=pool, values=pool, page_table=sharding.named("seq", None)) for p in cache.pools)
+    pools = tuple(
+        p.replace(keys=pool, values=pool, page_table=sharding.named("seq", None)) for p in cache.pools
+    )
     return cache.replace(pools=pools, lengths=rows, num_dropped=rows)
 
 
@@ -168,7 +170,12 @@ def _empty_dense(spec: CacheSpec, num_sequences: int, capacity: int, sharding: S
         layer_pages, *page = spec.pool_shape(index, rows * pages)
         zeros = functools.partial(jnp.zeros, (num_shards * layer_pages, *page), CODEC_DTYPES[group.codec])
         pools.append(
-            Pool(keys=zeros(), values=zeros(), page_table=jnp.tile(table, (num_shards, 1)), num_pages=rows * pages)
+            Pool(
+                keys=zeros(),
+                values=zeros(),
+                page_table=jnp.tile(table, (num_shards, 1)),
+                num_pages=rows * pages,
+            )
         )
     counts = functools.partial(jnp.zeros, num_sequences, jnp.int32)
     return Cache(pools=tuple(pools), lengths=counts(), num_dropped=counts(), spec=spec, capacity=capacity)

@@ -61,4 +61,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
             raise ValueError(f"prompt {index} is empty; give at least one token")
         for token in prompt:
             if not 0 <= token < vocab_size:
-                raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary [0, {vocab_size})")
+                raise ValueError(
+                    f"prompt {index} has token id {token}, outside the vocabulary [0, {vocab_size})"
+                )

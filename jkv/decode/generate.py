@@ -170,7 +170,9 @@ def begin(
     rows = len(prompts)
     params = [sampling] * rows if isinstance(sampling, SamplingParams) else list(sampling)
     if len(params) != rows:
-        raise ValueError(f"sampling must be one for all or one a prompt, got {len(params)} for {rows} prompts")
+        raise ValueError(
+            f"sampling must be one for all or one a prompt, got {len(params)} for {rows} prompts"
+        )
     sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=prompts, base_seed=seed)
     cache = make_cache(decoding, prompts, max_new_tokens)
     logits = jnp.zeros((rows, decoding.vocab_size), jnp.float32)

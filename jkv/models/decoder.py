@@ -84,7 +84,12 @@ class Decoder(nnx.Module):
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
-        options: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "sharding": sharding, "rngs": rngs}
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "sharding": sharding,
+            "rngs": rngs,
+        }
         self.embed = Embedding(config.vocab_size, config.embed_dim, **options)
         self.layers = nnx.List(
             [Block(config, window, implementation=implementation, **options) for window in config.windows]

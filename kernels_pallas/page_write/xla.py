@@ -27,7 +27,10 @@ def write_pages(
     total_pages, num_kv_heads, page_size, head_dim = pool.shape
     is_kept = slots >= 0
     places = jnp.where(is_kept, slots, 0)
-    pages, places = jax.lax.div(places, jnp.int32(page_size)) + page_offset, jax.lax.rem(places, jnp.int32(page_size))
+    pages, places = (
+        jax.lax.div(places, jnp.int32(page_size)) + page_offset,
+        jax.lax.rem(places, jnp.int32(page_size)),
+    )
     rows = rows.astype(pool.dtype)
     if slots.shape == (1, 1):
         start = (pages[0, 0], 0, places[0, 0], 0)
@@ -37,7 +40,9 @@ def write_pages(
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, None]
     index = (pages[..., None] * num_kv_heads + heads) * page_size + places[..., None]
     # Past the whole pool, so that `mode="drop"` sees it (a negative index would wrap), and each its own index.
-    past = total_pages * num_kv_heads * page_size + jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape)
+    past = total_pages * num_kv_heads * page_size + jnp.arange(index.size, dtype=jnp.int32).reshape(
+        index.shape
+    )
     index = jnp.where(is_kept[..., None], index, past).reshape(-1)
     # Materialized, or XLA's CPU backend computes it anew for every entry that it writes.
     index = jax.lax.optimization_barrier(index)

@@ -55,9 +55,13 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
     if query.shape[-1] != keys.shape[-1]:
         raise ValueError(f"query head_dim must equal the pool's, got {query.shape[-1]} and {keys.shape[-1]}")
     if query.shape[2] % keys.shape[1]:
-        raise ValueError(f"query heads must be a multiple of KV heads, got {query.shape[2]} and {keys.shape[1]}")
+        raise ValueError(
+            f"query heads must be a multiple of KV heads, got {query.shape[2]} and {keys.shape[1]}"
+        )
     if keys.shape[0] % num_pages:
-        raise ValueError(f"pool pages must be a multiple of pages a layer, got {keys.shape[0]} and {num_pages}")
+        raise ValueError(
+            f"pool pages must be a multiple of pages a layer, got {keys.shape[0]} and {num_pages}"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, got {window}")
     if not jax.numpy.issubdtype(keys.dtype, jax.numpy.floating):

@@ -43,7 +43,9 @@ def paged_attention(
     def tokens(pool: jax.Array) -> jax.Array:
         rows = jnp.moveaxis(pool[pages], 2, 3)  # [seq, max_pages, slot, kv_head, head_dim]
         rows = rows.reshape(num_seqs, max_tokens, num_kv_heads, head_dim).astype(jnp.float32)
-        is_live = jnp.repeat(is_page, page_size, axis=1) & (jnp.arange(max_tokens)[None] < (starts + lens)[:, None])
+        is_live = jnp.repeat(is_page, page_size, axis=1) & (
+            jnp.arange(max_tokens)[None] < (starts + lens)[:, None]
+        )
         rows = jnp.where(is_live[..., None, None], rows, 0.0)
         return jnp.repeat(rows, num_heads // num_kv_heads, axis=2)
 
