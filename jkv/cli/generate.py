@@ -3,6 +3,7 @@
 Knows prompts and terminals; jkv.decode.text does the work.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jkv.cli.options import Flag, ModelOptions, find_tokenizer, parse, resolve
+from jkv.cli.options import Flag, ModelOptions, find_tokenizer, parse, resolve, show_progress
 from jkv.config import DecodeConfig
 from jkv.decode.configured import end_ids, load_configured, make_decoding, make_sampling
 from jkv.decode.params import SamplingParams
@@ -97,17 +96,15 @@ def run(argv: Sequence[str]) -> None:
     location = resolve_model(config.model.path)
     tokenizer = find_tokenizer(location) if arguments.prompt_tokens else load_tokenizer(location)
     texts, prompts = read_prompts(arguments, tokenizer)
-    with _progress() as progress:
-        task = progress.add_task(f"loading {config.model.path}", total=None)
+    with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
-        progress.update(task, description="reading the prompt, compiling where it is the first of its size")
+        show("reading the prompt, compiling where it is the first of its size")
         stream = stream_text(arguments, config, model, tokenizer, prompts, sampling)
         steps = iter(stream)
         latest = next(steps)
-    show = _Display(texts, is_silent=arguments.json or tokenizer is None)
-    show.step(latest.pieces, latest.finish_reasons)
-    for step in steps:
-        show.step(step.pieces, step.finish_reasons)
+    display = _Display(texts, is_silent=arguments.json or tokenizer is None)
+    for step in itertools.chain([latest], steps):
+        display.step(step.pieces, step.finish_reasons)
     generations = stream.generations()
     if arguments.json:
         cache_bytes = stream.cache_bytes
@@ -235,13 +232,6 @@ class _Display:
                 text = "".join(self._waiting.pop(index))
                 header = "" if self._texts[index] is None else f": {self._texts[index]}"
                 print(f"[{index}]{header}\n{text}\n", flush=True)
-
-
-def _progress() -> Progress:
-    """Return a bar on standard error; where that is no terminal, nothing is shown."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _check_source(arguments: Arguments) -> None:

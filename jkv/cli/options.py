@@ -3,11 +3,14 @@
 Knows flags; what a value may be is the configuration's to check.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jkv.config import DecodeConfig, load_config
 from jkv.models.load import load_tokenizer
@@ -86,3 +89,13 @@ def find_tokenizer(location: ModelLocation) -> Tokenizer | None:
     if location.path.is_dir() and not (location.path / "tokenizer.json").is_file():
         return None
     return load_tokenizer(location)
+
+
+@contextlib.contextmanager
+def show_progress(task: str) -> Iterator[Callable[[str], None]]:
+    """Show a bar on standard error, nothing where that is no terminal; yields what renames its task."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(task, total=None)
+        yield lambda description: progress.update(bar, description=description)

@@ -1,0 +1,110 @@
+"""`jkv score`: how likely a model finds a text, through its cache.
+
+Knows files of text and tokens; jkv.decode.score does the work.
+"""
+
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from jkv.cli.options import Flag, ModelOptions, parse, resolve, show_progress
+from jkv.decode.configured import load_configured, make_decoding
+from jkv.decode.score import Score, score
+from jkv.models.load import load_tokenizer
+from jkv.models.weights.locate import resolve_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(ModelOptions):
+    """Give the negative log-likelihood of each token but the first, and the perplexity."""
+
+    text: Path | None = None
+    """File of UTF-8 text; text that looks like a control token is text."""
+    tokens: Path | None = None
+    """.npz file with an integer array `tokens [batch, time]`."""
+    max_tokens: int | None = None
+    """Score the first so many tokens only."""
+    chunk: int = 256
+    """Tokens of a step; the result does not depend on it."""
+    logits: Path | None = None
+    """.npz file that gets a float32 array `logits [batch, time, vocab]`."""
+    json: Flag = False
+    """Print one JSON object."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Score as the command line says, and print the result."""
+    arguments, overrides = parse(Arguments, argv, "score")
+    config = resolve(arguments, overrides)
+    tokens = read_tokens(arguments, config.model.path)
+    with show_progress(f"loading {config.model.path}") as show:
+        model = load_configured(config)
+        if tokens.shape[1] > model.config.max_length:
+            raise ValueError(
+                f"the model reads at most {model.config.max_length} tokens, got {tokens.shape[1]}; "
+                "give --max-tokens"
+            )
+        show("scoring")
+        decoding = make_decoding(config, model)
+        result = score(decoding, tokens, chunk=arguments.chunk, keep_logits=arguments.logits is not None)
+    if result.logits is not None and arguments.logits is not None:
+        with arguments.logits.open("wb") as file:
+            np.savez(file, logits=result.logits)
+    print(_json(tokens, result) if arguments.json else _table(result))
+
+
+def read_tokens(arguments: Arguments, model: str) -> Int[np.ndarray, "batch time"]:
+    """Return the tokens that the arguments name, one row a sequence.
+
+    Raises:
+        ValueError: not exactly one file is named, or it does not hold tokens.
+    """
+    if arguments.max_tokens is not None and arguments.max_tokens < 2:
+        raise ValueError(f"--max-tokens must be at least 2, got {arguments.max_tokens}")
+    if arguments.text is not None and arguments.tokens is None:
+        text = arguments.text.read_text(encoding="utf-8")
+        tokens = np.array([load_tokenizer(resolve_model(model)).encode(text)], np.int32)
+    elif arguments.tokens is not None and arguments.text is None:
+        tokens = _read_array(arguments.tokens)
+    else:
+        raise ValueError("exactly one of --text and --tokens must be given")
+    return tokens[:, : arguments.max_tokens]
+
+
+def _read_array(path: Path) -> Int[np.ndarray, "batch time"]:
+    try:
+        with path.open("rb") as file, np.load(file) as arrays:
+            tokens = arrays["tokens"]
+    except (zipfile.BadZipFile, EOFError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{path} must be an .npz file with an array 'tokens', got {error}") from error
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"'tokens' in {path} must be integers [batch, time], got {tokens.dtype}{list(tokens.shape)}"
+        )
+    return tokens
+
+
+def _json(tokens: Int[np.ndarray, "batch time"], result: Score) -> str:
+    return json.dumps(
+        {
+            "perplexity": result.perplexity,
+            "mean_nll": float(result.nll.mean(dtype=np.float64)),
+            "num_tokens": result.nll.size,
+            "tokens": tokens.tolist(),
+            "nll": result.nll.tolist(),
+        }
+    )
+
+
+def _table(result: Score) -> str:
+    lines = {
+        "tokens scored": f"{result.nll.size:,}",
+        "mean nll": f"{result.nll.mean(dtype=np.float64):.4f}",
+        "perplexity": f"{result.perplexity:.3f}",
+    }
+    return "\n".join(f"{name:15}{value}" for name, value in lines.items())

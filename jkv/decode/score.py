@@ -1,0 +1,101 @@
+"""Log-likelihoods of given tokens through the cache, chunk by chunk.
+
+Knows no text and draws no token.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jkv.cache.cache import Cache
+from jkv.decode.batch import check_prompts
+from jkv.decode.generate import Decoding, make_cache
+from jkv.models.step import StepFunction
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds tokens.
+
+    Attributes:
+        nll: negative log-likelihood of tokens 1.. of each row, in nats.
+        logits: at every token; None where they were not kept.
+    """
+
+    nll: Float[np.ndarray, "seq scored"]
+    logits: Float[np.ndarray, "seq time vocab"] | None
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean negative log-likelihood."""
+        return float(np.exp(self.nll.mean(dtype=np.float64)))
+
+
+def score(
+    decoding: Decoding, tokens: Int[np.ndarray, "seq time"], *, chunk: int = 256, keep_logits: bool = False
+) -> Score:
+    """Score tokens, given all before them, in steps of `chunk` tokens: the result does not depend on it.
+
+    Args:
+        decoding: the model and its cache.
+        tokens: rows of one length, at least 2.
+        chunk: tokens of a step; memory follows it, not the length.
+        keep_logits: bring the logits of every token to the host.
+
+    Raises:
+        ValueError: there are too few tokens or too many, an id is unknown, or the logits are not finite.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+    rows, time = tokens.shape
+    if rows < 1 or time < 2:
+        raise ValueError(f"a score needs at least 2 tokens a row, got {rows} rows of {time}")
+    prompts: Sequence[Sequence[int]] = tokens.tolist()
+    check_prompts(prompts, vocab_size=decoding.vocab_size)
+    cache = make_cache(decoding, prompts, max_new_tokens=1)
+    chunk = min(chunk, time)
+    nll, logits = [], []
+    for start in range(0, time, chunk):
+        inputs = _columns(tokens, start, chunk)
+        targets = _columns(tokens, start + 1, chunk)
+        lens = jnp.full(rows, min(chunk, time - start), jnp.int32)
+        losses, kept, cache = score_chunk(
+            decoding.step, decoding.weights, cache, inputs, targets, lens, keep_logits=keep_logits
+        )
+        nll.append(jax.device_get(losses))
+        if keep_logits:
+            logits.append(jax.device_get(kept))
+    whole = np.concatenate(nll, axis=1)[:, : time - 1]
+    if not np.isfinite(whole).all():
+        raise ValueError("logits must be finite, got NaN or infinity; check the weights and the dtype")
+    return Score(whole, np.concatenate(logits, axis=1)[:, :time] if keep_logits else None)
+
+
+@functools.partial(jax.jit, static_argnames=("step", "keep_logits"), donate_argnames="cache")
+def score_chunk(
+    step: StepFunction,
+    weights: Any,
+    cache: Cache,
+    tokens: Int[Array, "seq time"],
+    targets: Int[Array, "seq time"],
+    lens: Int[Array, " seq"],
+    *,
+    keep_logits: bool,
+) -> tuple[Float[Array, "seq time"], Float[Array, "seq time vocab"] | None, Cache]:
+    """Return each target's negative log-likelihood, logits if kept, and the cache. Consumes `cache`."""
+    cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
+    logits, cache = step(weights, tokens, cache, batch)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen, logits if keep_logits else None, cache
+
+
+def _columns(tokens: Int[np.ndarray, "seq time"], start: int, width: int) -> Int[Array, "seq {width}"]:
+    """Return `width` columns from `start` on, zeros past the end."""
+    piece = tokens[:, start : start + width]
+    return jnp.asarray(np.pad(piece, ((0, 0), (0, width - piece.shape[1]))), jnp.int32)

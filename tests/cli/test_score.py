@@ -1,0 +1,78 @@
+import json
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    return dict(np.load(tiny / "reference.npz"))
+
+
+@pytest.fixture
+def tokens_file(tmp_path, reference):
+    path = tmp_path / "tokens.npz"
+    np.savez(path, tokens=reference["tokens"])
+    return path
+
+
+def expected_nll(reference):
+    logits, tokens = reference["logits"].astype(np.float64), reference["tokens"]
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -np.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def relative_error(got, wanted):
+    return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+
+
+def test_scores_and_logits_are_the_reference_s(run_json, tiny, reference, tokens_file, tmp_path):
+    out = tmp_path / "logits.npz"
+    flags = ("--chunk", 16, "--logits", out, "--json")
+    (shown,) = run_json("score", "--model", tiny, "--tokens", tokens_file, *flags)
+    wanted = expected_nll(reference)
+    assert shown["num_tokens"] == wanted.size
+    assert shown["tokens"] == reference["tokens"].tolist()
+    assert relative_error(np.array(shown["nll"]), wanted) < 1e-4
+    assert shown["perplexity"] == pytest.approx(np.exp(wanted.mean()), rel=1e-4)
+    logits = np.load(out)["logits"]
+    assert logits.dtype == np.float32
+    assert relative_error(logits, reference["logits"]) < 1e-4
+
+
+def test_the_first_tokens_alone_are_scored(run_jkv, tiny, reference, tokens_file):
+    shown = run_jkv("score", "--model", tiny, "--tokens", tokens_file, "--max-tokens", 20)
+    lines = dict(line.rsplit(maxsplit=1) for line in shown.splitlines())
+    assert lines["tokens scored"] == "38"
+    assert float(lines["perplexity"]) == pytest.approx(
+        np.exp(expected_nll(reference)[:, :19].mean()), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrays", "flags", "message"),
+    [
+        ({"tokens": [[1, 2]]}, ("--text", "x.txt"), "exactly one of --text and --tokens must be given"),
+        ({"tokens": [[1, 2]]}, ("--chunk", "0"), "chunk must be at least 1 token, got 0"),
+        ({"tokens": [[1, 2]]}, ("--max-tokens", "1"), "--max-tokens must be at least 2, got 1"),
+        ({"tokens": [[1]]}, (), "a score needs at least 2 tokens a row, got 1 rows of 1"),
+        ({"tokens": [[1, 320]]}, (), "token id 320, outside the vocabulary"),
+        ({"tokens": [[1] * 513]}, (), "the model reads at most 512 tokens, got 513; give --max-tokens"),
+        ({"tokens": [1, 2]}, (), "must be integers [batch, time], got int64[2]"),
+        ({"other": [[1, 2]]}, (), "must be an .npz file with an array 'tokens'"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(refusal, tiny, tmp_path, arrays, flags, message):
+    path = tmp_path / "tokens.npz"
+    np.savez(path, **{name: np.array(values) for name, values in arrays.items()})
+    assert message in refusal("score", "--model", tiny, "--tokens", path, *flags)
+
+
+def test_a_cut_array_is_refused(refusal, tiny, tokens_file):
+    tokens_file.write_bytes(tokens_file.read_bytes()[:-30])
+    assert f"{tokens_file} must be an .npz file" in refusal("score", "--model", tiny, "--tokens", tokens_file)
+
+
+def test_a_text_needs_a_tokenizer(refusal, tiny, tmp_path):
+    (tmp_path / "text.txt").write_text(json.dumps("x"))
+    assert "must have a tokenizer.json" in refusal("score", "--model", tiny, "--text", tmp_path / "text.txt")
