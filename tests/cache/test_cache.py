@@ -1,0 +1,213 @@
+"""The cache as a value: where tokens go, what is refused, what a truncation leaves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv import ops
+from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.sharding import Sharding
+
+from ..poison import poison
+
+NUM_HEADS, HEAD_DIM = 2, 4
+
+
+def make_spec(page_size: int = 1, num_layers: int = 1, codec: str = "f32") -> CacheSpec:
+    return CacheSpec.create([CacheGroup(num_layers, NUM_HEADS, HEAD_DIM, codec)], page_size=page_size)
+
+
+def make_cache(capacity: int = 5, rows: int = 1, **spec) -> Cache:
+    return poison(Cache.dense(make_spec(**spec), num_sequences=rows, capacity=capacity))
+
+
+def make_rows(rows: int, time: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (rows, time, NUM_HEADS, HEAD_DIM))
+
+
+def write_eagerly(cache: Cache, rows: jax.Array, lens: jax.Array, layer: int = 0) -> Cache:
+    """Write `rows` as keys and values; what attention returns is not looked at."""
+    cache, batch = cache.begin(lens, time=rows.shape[1])
+    _, cache = ops.attend(rows, rows, rows, cache, (0, layer), batch, scale=1.0)
+    return cache
+
+
+write = jax.jit(write_eagerly, static_argnums=3)
+
+
+def stored(cache: Cache, layer: int = 0) -> np.ndarray:
+    """Return the keys of a layer as `[seq, token, kv_head, head_dim]`, in the order of its table."""
+    pool = cache.pools[0]
+    pages = np.asarray(pool.keys)[np.asarray(pool.page_table) + layer * pool.num_pages]
+    return pages.swapaxes(2, 3).reshape(len(pages), -1, NUM_HEADS, HEAD_DIM)
+
+
+def held(cache: Cache, length: int) -> Cache:
+    """Return the cache as if each sequence had `length` tokens, their slots still poisoned."""
+    return cache.replace(lengths=jnp.full_like(cache.lengths, length))
+
+
+def vmapped(cache: Cache, rows: jax.Array, lens: jax.Array) -> Cache:
+    """Write as row 0 of a batch of caches."""
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (cache, rows, lens))
+    return jax.tree.map(lambda leaf: leaf[0], jax.jit(jax.vmap(write))(*many))
+
+
+def with_x64(cache: Cache, rows: jax.Array, lens: jax.Array) -> Cache:
+    with jax.enable_x64(True):
+        return write(cache, rows, lens)
+
+
+WAYS = pytest.mark.parametrize(
+    "append", [write_eagerly, write, vmapped, with_x64], ids=["eager", "jit", "vmap", "x64"]
+)
+
+
+@WAYS
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_append_that_just_fits_fills_the_last_slots(append, rows: int):
+    new = make_rows(rows, 3)
+    cache = append(held(make_cache(rows=rows), 2), new, jnp.full(rows, 3, jnp.int32))
+    np.testing.assert_array_equal(stored(cache)[:, 2:], new)
+    assert np.isnan(stored(cache)[:, :2]).all()
+    assert cache.lengths.tolist() == [5] * rows
+    assert cache.num_dropped.tolist() == [0] * rows
+
+
+@WAYS
+@pytest.mark.parametrize(("start", "rows"), [(3, 1), (4, 1), (3, 3), (4, 3), (5, 3)])
+def test_an_append_past_the_end_leaves_every_byte_and_is_counted(append, start: int, rows: int):
+    before = held(make_cache(rows=rows), start)
+    after = append(before, make_rows(rows, 3), jnp.full(rows, 3, jnp.int32))
+    assert stored(after).tobytes() == stored(before).tobytes()
+    assert after.lengths.tolist() == [start] * rows
+    assert after.num_dropped.tolist() == [3] * rows
+
+
+@pytest.mark.parametrize("start", [4, 5, 6])
+def test_a_single_token_of_a_single_row_lands_in_its_slot_or_nowhere(start: int):
+    before = held(make_cache(page_size=2), start)
+    new = make_rows(1, 1)
+    after = write(before, new, jnp.ones(1, jnp.int32))
+    if start < 5:
+        np.testing.assert_array_equal(stored(after)[0, start], new[0, 0])
+    assert np.isnan(np.delete(stored(after)[0], start if start < 5 else [], axis=0)).all()
+    assert after.num_dropped.tolist() == [0 if start < 5 else 1]
+
+
+def test_a_row_that_does_not_fit_is_refused_alone():
+    cache = make_cache(rows=2).replace(lengths=jnp.array([1, 4], jnp.int32))
+    cache = write(cache, make_rows(2, 2), jnp.array([2, 2], jnp.int32))
+    assert cache.lengths.tolist() == [3, 4]
+    assert cache.num_dropped.tolist() == [0, 2]
+    assert np.isnan(stored(cache)[1]).all()
+
+
+def test_the_limit_counts_true_tokens_and_not_padding():
+    padded = make_rows(1, 8)
+    fits = write(make_cache(capacity=6), padded, jnp.array([5], jnp.int32))
+    refused = write(make_cache(capacity=6), padded, jnp.array([7], jnp.int32))
+    assert (fits.lengths.tolist(), fits.num_dropped.tolist()) == ([5], [0])
+    assert (refused.lengths.tolist(), refused.num_dropped.tolist()) == ([0], [7])
+
+
+def test_padding_writes_nothing():
+    cache = write(make_cache(rows=2, capacity=8), make_rows(2, 4), jnp.array([2, 0], jnp.int32))
+    assert np.isnan(stored(cache)[0, 2:]).all()
+    assert np.isnan(stored(cache)[1]).all()
+
+
+def test_capacity_is_exact_where_pages_are_not():
+    cache = make_cache(capacity=5, page_size=4)
+    cache = write(cache, make_rows(1, 6), jnp.array([6], jnp.int32))
+    assert cache.num_dropped.tolist() == [6]
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_layer_writes_its_own_pages_only(layer: int):
+    cache = write(make_cache(rows=2, num_layers=3), make_rows(2, 5), jnp.full(2, 5, jnp.int32), layer)
+    for other in {0, 1, 2} - {layer}:
+        assert np.isnan(stored(cache, other)).all()
+    np.testing.assert_array_equal(stored(cache, layer), make_rows(2, 5))
+
+
+@pytest.mark.parametrize(("page", "rows", "time"), [(99, 1, 1), (4, 2, 1), (-1, 1, 1), (-1, 1, 3), (4, 1, 3)])
+def test_a_page_id_outside_the_layer_writes_nothing(page: int, rows: int, time: int):
+    """Page 4 of the first of two layers is page 0 of the second."""
+    cache = make_cache(rows=rows, capacity=4 // rows, num_layers=2)
+    pool = cache.pools[0]
+    assert pool.num_pages == 4
+    cache = cache.replace(pools=(pool.replace(page_table=jnp.full_like(pool.page_table, page)),))
+    after = write(cache, make_rows(rows, time), jnp.full(rows, min(time, 2), jnp.int32))
+    assert np.isnan(after.pools[0].keys).all()
+    assert np.isnan(after.pools[0].values).all()
+
+
+def test_a_table_narrower_than_the_capacity_drops_what_it_cannot_name():
+    cache = make_cache(capacity=4)
+    pool = cache.pools[0]
+    cache = cache.replace(pools=(pool.replace(page_table=pool.page_table[:, :2]),))
+    after = write(cache, make_rows(1, 4), jnp.array([4], jnp.int32))
+    np.testing.assert_array_equal(after.pools[0].keys[:2, :, 0], make_rows(1, 4)[0, :2])
+    assert np.isnan(after.pools[0].keys[2:]).all()
+
+
+@pytest.mark.parametrize(("lengths", "left"), [(0, 0), (3, 3), (5, 3), (3 - 5, 0)])
+def test_truncation_leaves_at_most_what_was_there_and_never_less_than_nothing(lengths: int, left: int):
+    cache = write(make_cache(), make_rows(1, 3), jnp.array([3], jnp.int32))
+    cut = cache.truncate(jnp.array([lengths], jnp.int32))
+    assert cut.lengths.tolist() == [left]
+    _, batch = cut.begin(jnp.array([1], jnp.int32), time=1)
+    assert batch.positions.tolist() == [[left]]
+
+
+def test_truncation_is_for_each_row():
+    cache = held(make_cache(rows=3), 4)
+    assert cache.truncate(jnp.array([0, 9, 2], jnp.int32)).lengths.tolist() == [0, 4, 2]
+
+
+def test_what_follows_a_truncation_overwrites_what_it_cut():
+    cache = write(make_cache(), make_rows(1, 4), jnp.array([4], jnp.int32))
+    cache = write(
+        cache.truncate(jnp.array([2], jnp.int32)), make_rows(1, 2, seed=1), jnp.array([2], jnp.int32)
+    )
+    np.testing.assert_array_equal(stored(cache)[0, :2], make_rows(1, 4)[0, :2])
+    np.testing.assert_array_equal(stored(cache)[0, 2:4], make_rows(1, 2, seed=1)[0])
+
+
+def test_idle_rows_of_a_step_have_no_tokens():
+    _, batch = make_cache(rows=3).begin(jnp.array([2, 0, 3], jnp.int32), time=3)
+    assert batch.is_valid.tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert batch.last.tolist() == [1, 0, 2]
+
+
+def test_no_two_leaves_share_a_buffer():
+    cache = make_cache(rows=2, num_layers=2)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_a_dense_cache_holds_the_bytes_that_its_spec_declares():
+    spec = make_spec(page_size=4, num_layers=3, codec="bf16")
+    cache = jax.eval_shape(functools.partial(Cache.dense, spec, num_sequences=5, capacity=9))
+    pool = cache.pools[0]
+    assert sum(x.size * x.dtype.itemsize for x in (pool.keys, pool.values)) == spec.dense_bytes(5, 9)
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(0, 5), (2, 0)])
+def test_an_empty_cache_is_refused_with_its_sizes(rows: int, capacity: int):
+    with pytest.raises(ValueError, match=f"at least one sequence and one token, got {rows} and {capacity}"):
+        Cache.dense(make_spec(), num_sequences=rows, capacity=capacity)
+
+
+def test_a_mesh_that_does_not_divide_the_batch_is_refused():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    sharding = Sharding.create(mesh, {"seq": "data", "page": "data"})
+    with pytest.raises(
+        ValueError, match="'seq' has 6 entries, which 4 shards of mesh axis 'data' do not divide"
+    ):
+        Cache.dense(make_spec(), num_sequences=6, capacity=4, sharding=sharding)
