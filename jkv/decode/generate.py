@@ -3,6 +3,7 @@
 Knows no text: `jkv.decode.text` turns tokens into it.
 """
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from jkv.decode.params import SamplingParams
 from jkv.decode.sampling import Sampler
 from jkv.models.step import StepFunction
 from jkv.sharding import Sharding
+
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     seed: int = 0,
 ) -> list[Generation]:
     """Return the continuation of each prompt, decoded in one `while_loop` on the device.
@@ -120,7 +123,7 @@ class Stream:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         seed: int = 0,
     ):
         self._clock = time.perf_counter()
@@ -156,7 +159,7 @@ def begin(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     seed: int = 0,
 ) -> DecodeState:
     """Prefill the prompts, sample each sequence's first token, and return the state that `decode` takes.
@@ -175,27 +178,36 @@ def begin(
         )
     sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=prompts, base_seed=seed)
     cache = make_cache(decoding, prompts, max_new_tokens)
-    logits = jnp.zeros((rows, decoding.vocab_size), jnp.float32)
+    place = functools.partial(_place, sharding=decoding.sharding)
+    logits = place(jnp.zeros((rows, decoding.vocab_size), jnp.float32), ("seq", "vocab"))
     for chunk in chunks(prompts, decoding.buckets):
-        logits, cache = prefill(
-            decoding.step, decoding.weights, cache, jnp.asarray(chunk.tokens), jnp.asarray(chunk.lens), logits
-        )
+        tokens, lens = place((chunk.tokens, chunk.lens))
+        logits, cache = prefill(decoding.step, decoding.weights, cache, tokens, lens, logits)
     history = (rows, round_capacity(max_new_tokens, 16))
     top = (*history, sampler.num_logprobs)
-    state = DecodeState(
-        cache=cache,
-        sampler=sampler,
-        token=jnp.zeros(rows, jnp.int32),
-        num_new=jnp.zeros(rows, jnp.int32),
-        finish=jnp.full(rows, RUNNING, jnp.int32),
-        limits=jnp.full(rows, max_new_tokens, jnp.int32),
-        stop_ids=jnp.asarray(decoding.stop_ids or (-1,), jnp.int32),
-        new_tokens=jnp.zeros(history, jnp.int32),
-        logprobs=jnp.zeros(history, jnp.float32),
-        top_tokens=jnp.zeros(top, jnp.int32),
-        top_logprobs=jnp.zeros(top, jnp.float32),
-    )
+    of_rows = {
+        "sampler": sampler,
+        "token": jnp.zeros(rows, jnp.int32),
+        "num_new": jnp.zeros(rows, jnp.int32),
+        "finish": jnp.full(rows, RUNNING, jnp.int32),
+        "limits": jnp.full(rows, max_new_tokens, jnp.int32),
+        "new_tokens": jnp.zeros(history, jnp.int32),
+        "logprobs": jnp.zeros(history, jnp.float32),
+        "top_tokens": jnp.zeros(top, jnp.int32),
+        "top_logprobs": jnp.zeros(top, jnp.float32),
+    }
+    stop_ids = place(np.asarray(decoding.stop_ids or (-1,), np.int32), (None,))
+    state = DecodeState(cache=cache, stop_ids=stop_ids, **place(of_rows))
     return start(state, logits)
+
+
+def _place(tree: Any, axes: tuple[str | None, ...] = ("seq",), *, sharding: Sharding | None) -> Any:
+    """Put a tree of arrays, all with these logical first axes, on the mesh."""
+    if sharding is None:
+        return jax.tree.map(jnp.asarray, tree)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, sharding.named(*axes, *[None] * (leaf.ndim - len(axes)))), tree
+    )
 
 
 def make_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Cache:
@@ -265,5 +277,5 @@ def _check_finite(finish: np.ndarray) -> None:
     bad = np.flatnonzero(finish == NOT_FINITE)
     if bad.size:
         raise ValueError(
-            f"logits must be finite, got NaN or infinity in sequence {bad[0]}; check the weights and the dtype"
+            f"logits must be finite, got NaN or infinity in sequence {bad[0]}; check the weights"
         )

@@ -76,7 +76,7 @@ def prefill(
 
 @functools.partial(PlatformJit, donate_argnames="state")
 def start(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
-    """Sample the first new token of each sequence from the logits that `prefill` returned. Consumes `state`."""
+    """Sample the first new token of each sequence from `prefill`'s logits. Consumes `state`."""
     return _take(state, logits)
 
 
@@ -103,7 +103,18 @@ def decode(
 
 
 def _take(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
-    """Sample one token of each running sequence, record it, and end the sequences that it ends."""
+    """Sample one token of each running sequence, record it, and end the sequences that it ends.
+
+    On a mesh with Explicit axes the compiler places what sampling computes; the state keeps its placement.
+    """
+    axes = jax.typeof(logits).sharding.mesh.explicit_axes
+    if not axes:
+        return _sampled(state, logits)
+    placement = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, state)
+    return jax.sharding.auto_axes(_sampled, axes=axes, out_sharding=placement)(state, logits)
+
+
+def _sampled(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
     draw, sampler = sample(logits, state.sampler, state.is_running)
     is_kept = state.is_running & draw.is_finite
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)

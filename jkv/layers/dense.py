@@ -4,7 +4,7 @@ Knows shapes and platforms; docs/performance.md has the measurements.
 """
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -16,7 +16,7 @@ CPU_WEIGHT_LEFT_ROWS = range(2, 128)
 def dense(
     x: Float[Array, "seq time in"],
     weight: Float[Array, "out in"],
-    out_sharding: PartitionSpec | None = None,
+    out_sharding: NamedSharding | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "seq time out"]:
     """Return `x @ weight.T`.

@@ -6,7 +6,7 @@ Knows no cache and no attention.
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -53,8 +53,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "seq time features"]) -> Float[Array, "seq time out"]:
         """Project the last axis."""
-        spec = output_spec(self.sharding, "seq", None, self.axes[1])
-        y = dense(x.astype(self.dtype), self.weight[...].astype(self.dtype), spec)
+        placement = output_placement(self.sharding, "seq", None, self.axes[1])
+        y = dense(x.astype(self.dtype), self.weight[...].astype(self.dtype), placement)
         if self.bias is not None:
             y = y + self.bias[...].astype(self.dtype)[None, None]
         return y
@@ -81,17 +81,17 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "seq time"]) -> Float[Array, "seq time embed"]:
         """Look tokens up; ids are checked on the host, before they reach the device."""
-        spec = output_spec(self.sharding, "seq", None, "embed")
-        return self.embedding[...].at[tokens].get(out_sharding=spec).astype(self.dtype)
+        placement = output_placement(self.sharding, "seq", None, "embed")
+        return self.embedding[...].at[tokens].get(out_sharding=placement).astype(self.dtype)
 
     def attend(self, x: Float[Array, "seq time embed"]) -> Float[Array, "seq time vocab"]:
         """Return float32 logits of `x` against every token's vector."""
-        spec = output_spec(self.sharding, "seq", None, "vocab")
-        return dense(x.astype(self.dtype), self.embedding[...].astype(self.dtype), spec, jnp.float32)
+        placement = output_placement(self.sharding, "seq", None, "vocab")
+        return dense(x.astype(self.dtype), self.embedding[...].astype(self.dtype), placement, jnp.float32)
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root of the mean square over the last axis, in float32, then scales (Zhang et al. 2019)."""
+    """Divides by the last axis's root mean square, in float32, then scales (Zhang et al. 2019)."""
 
     def __init__(
         self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32, axis: str = "embed"
@@ -107,6 +107,6 @@ class RMSNorm(nnx.Module):
         return (wide * root * scale).astype(x.dtype)
 
 
-def output_spec(sharding: Sharding | None, *axes: str | None) -> PartitionSpec | None:
+def output_placement(sharding: Sharding | None, *axes: str | None) -> NamedSharding | None:
     """Return the placement that a product needs on a mesh with Explicit axes; None elsewhere."""
-    return sharding.spec(*axes) if sharding is not None and sharding.is_explicit else None
+    return sharding.named(*axes) if sharding is not None and sharding.is_explicit else None
