@@ -1,0 +1,115 @@
+"""A model over eight CPU devices, sequences by four and heads by two, against one device and a reference."""
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jkv.cache.cache import Cache
+from jkv.config import load_config
+from jkv.decode.configured import make_sharding
+from jkv.decode.generate import Decoding, begin, generate
+from jkv.decode.loop import decode
+from jkv.models.decoder import cache_spec
+from jkv.models.load import LanguageModel, load_model
+from jkv.sharding import Sharding
+
+from ..compare import assert_close
+from ..poison import poison
+
+LLAMA = Path(__file__).parents[1] / "golden" / "llama"
+NUM_ROWS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 4, 40, 16
+
+
+class Sharded(NamedTuple):
+    model: LanguageModel
+    sharding: Sharding
+
+
+@pytest.fixture(scope="module", params=["auto", "explicit"])
+def sharded(request: pytest.FixtureRequest) -> Sharded:
+    config = load_config("smollm2-cpu", ["--mesh", "cpu-4x2", "--mesh.axis-types", request.param])
+    sharding = make_sharding(config.mesh)
+    assert sharding is not None
+    assert sharding.is_explicit == (request.param == "explicit")
+    return Sharded(load_model(LLAMA, sharding=sharding), sharding)
+
+
+@functools.cache
+def reference(name: str) -> np.ndarray:
+    """Return the reference's two rows twice."""
+    with np.load(LLAMA / "reference.npz") as arrays:
+        return np.tile(arrays[name], (NUM_ROWS // 2, *[1] * (arrays[name].ndim - 1)))
+
+
+def make_decoding(sharded: Sharded, **options) -> Decoding:
+    model, sharding = sharded
+    spec = cache_spec(model.config, page_size=4, codec="f32")
+    return Decoding(model.step, model.weights, spec, model.config.vocab_size, sharding=sharding, **options)
+
+
+def cached_logits(model: LanguageModel, sharding: Sharding | None) -> np.ndarray:
+    spec = cache_spec(model.config, page_size=4, codec="f32")
+    cache = poison(Cache.dense(spec, num_sequences=NUM_ROWS, capacity=48, sharding=sharding))
+
+    @jax.jit
+    def run(weights, tokens, cache, lens):
+        cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
+        return model.step(weights, tokens, cache, batch)[0]
+
+    tokens, lens = jnp.asarray(reference("tokens")), jnp.full(NUM_ROWS, NUM_PROMPT_TOKENS, jnp.int32)
+    if sharding is not None:
+        tokens = jax.device_put(tokens, sharding.named("seq", None))
+        lens = jax.device_put(lens, sharding.named("seq"))
+    return np.asarray(run(model.weights, tokens, cache, lens))
+
+
+def gathered_entries(compiled_text: str) -> list[int]:
+    """Return the size of every array that an all-gather makes."""
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", compiled_text)
+    return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+
+
+def test_logits_equal_those_of_one_device(sharded: Sharded):
+    assert_close(cached_logits(*sharded), cached_logits(load_model(LLAMA), None), 1e-5)
+
+
+def test_greedy_tokens_equal_the_reference(sharded: Sharded):
+    prompts = reference("tokens").tolist()
+    generations = generate(make_decoding(sharded), prompts, max_new_tokens=NUM_NEW_TOKENS)
+    expected = reference("greedy")[:, NUM_PROMPT_TOKENS:]
+    assert [list(row.tokens) for row in generations] == expected.tolist()
+
+
+def test_a_cache_is_born_with_each_device_holding_its_own_sequences_and_heads(sharded: Sharded):
+    model, sharding = sharded
+    spec = cache_spec(model.config, page_size=4, codec="f32")
+    cache = Cache.dense(spec, num_sequences=NUM_ROWS, capacity=48, sharding=sharding)
+    pool = cache.pools[0]
+    # Three layers of twelve pages for the one sequence of a device, and one of the two KV heads.
+    assert {shard.data.shape for shard in pool.keys.addressable_shards} == {(3 * 12, 1, 4, 8)}
+    assert {shard.data.shape for shard in pool.page_table.addressable_shards} == {(1, 12)}
+    assert all(np.asarray(shard.data).max() == 11 for shard in pool.page_table.addressable_shards)
+
+
+def test_no_step_gathers_a_cache(sharded: Sharded):
+    decoding = make_decoding(sharded, capacity=512)
+    state = begin(decoding, reference("tokens").tolist(), max_new_tokens=1)
+    device_entries = state.cache.pools[0].keys.size // 8
+    text = decode.lower(decoding.step, decoding.weights, state, 1).compile().as_text()
+    assert max(gathered_entries(text), default=0) < device_entries // 2
+
+
+def test_the_search_for_gathers_finds_one(sharded: Sharded):
+    sharding = sharded.sharding
+    pool = jax.device_put(jnp.zeros((64, 2, 4, 8)), sharding.named("page", "kv_head", None, None))
+    whole = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec())
+    text = jax.jit(lambda pool: pool, out_shardings=whole).lower(pool).compile().as_text()
+    assert max(gathered_entries(text)) == pool.size
