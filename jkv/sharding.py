@@ -43,7 +43,7 @@ class Sharding:
                 )
         if rules.get("page") != rules.get("seq"):
             raise ValueError(
-                "pages belong to the sequences that own them, so the rules for 'page' and 'seq' must be equal, "
+                "pages belong to their sequences, so the rules for 'page' and 'seq' must be equal, "
                 f"got {rules.get('page')!r} and {rules.get('seq')!r}"
             )
         if rules.get("q_head") != rules.get("kv_head"):

@@ -110,7 +110,7 @@ class Cache(State):
     ) -> tuple["Cache", TokenBatch]:
         """Open a step that adds `lens` tokens to each sequence, and return the advanced cache and the batch.
 
-        A row whose tokens do not all fit is refused whole: it adds nothing and `num_dropped` counts its tokens.
+        A row whose tokens do not all fit is refused whole: it adds nothing, and `num_dropped` counts it.
 
         Args:
             lens: new tokens of each sequence, at most `time`.

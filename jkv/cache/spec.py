@@ -79,7 +79,7 @@ class CacheSpec:
         return -(-num_tokens // self.page_size)
 
     def dense_bytes(self, num_sequences: int, capacity: int) -> int:
-        """Return the bytes of a dense cache's pools, `2 * B * S * L * H_kv * d_h * p` with S in whole pages."""
+        """Return the bytes of a dense cache's pools, `2 * B * S * L * H_kv * d_h * p`, S in whole pages."""
         return num_sequences * self.pages_for(capacity) * self.bytes_per_page
 
     def tokens_in(self, budget_bytes: int) -> int:

@@ -20,13 +20,11 @@ class ModelSection(Section):
         path: a bundled model's name, a GGUF file, a checkpoint folder, or a Hugging Face hub id.
         dtype: activations.
         weights: how weights are stored.
-        scan_layers: compile one layer and scan over all; auto leaves it to the model.
     """
 
     path: Text
     dtype: Literal["float32", "bfloat16"] = "float32"
     weights: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
-    scan_layers: Annotated[bool, Field(strict=True)] | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,12 @@ class CacheSection(Section):
         page_size: tokens of a page.
         capacity: tokens a sequence may hold; auto is its prompt and new tokens.
         codec: how keys and values are stored.
-        pool_layout: order of the pool's axes; auto suits the device.
     """
 
     layout: Literal["dense"]
     page_size: Count = 16
     capacity: Count | Literal["auto"] = "auto"
     codec: Literal["f32", "bf16"] = "f32"
-    pool_layout: Literal["auto", "plain"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -79,28 +75,24 @@ class EngineSection(Section):
 
     Attributes:
         max_sequences: rows of the batch.
-        prefill_chunk: prompt tokens of one row in one step at most.
-        prefill_buckets: lengths that a chunk is padded to, rising; each is compiled once.
+        prefill_buckets: widths of a prompt's steps, rising; each is compiled once.
         attention: the implementation; auto chooses by platform.
         seed: start of every random choice.
         sampling: see SamplingSection.
     """
 
     max_sequences: Count
-    prefill_chunk: Count = 512
     prefill_buckets: tuple[Count, ...] = (16, 64, 256, 512)
     attention: Literal["auto", "reference", "xla"] = "auto"
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     sampling: SamplingSection = field(default_factory=SamplingSection)
 
     def conflicts(self) -> list[Conflict]:
-        """Buckets rise, and one holds a whole chunk."""
-        buckets = self.prefill_buckets
-        if list(buckets) != sorted(set(buckets)):
-            return [(("prefill_buckets",), f"must rise, got {list(buckets)}; sort them and keep each once")]
-        if not buckets or buckets[-1] < self.prefill_chunk:
-            reason = f"must hold a prefill_chunk of {self.prefill_chunk} tokens, got {list(buckets)}"
-            return [(("prefill_buckets",), f"{reason}; add {self.prefill_chunk}")]
+        """There are buckets, and they rise."""
+        buckets = list(self.prefill_buckets)
+        if not buckets or buckets != sorted(set(buckets)):
+            reason = f"must be one width or more, rising, got {buckets}"
+            return [(("prefill_buckets",), f"{reason}; sort them and keep each once")]
         return []
 
 

@@ -27,10 +27,13 @@ def load_configured(config: DecodeConfig) -> LanguageModel:
     Raises:
         ValueError: as `load_model`, or the machine has fewer devices than the mesh.
     """
+    weights = config.model.weights
+    codec = weights if weights in ("int8", "int4") else None
     return load_model(
         config.model.path,
         dtype=jnp.dtype(config.model.dtype),
-        param_dtype=jnp.dtype(config.model.weights),
+        param_dtype=jnp.dtype(config.model.weights if codec is None else "float32"),
+        weight_codec=codec,
         implementation=config.engine.attention,
         sharding=make_sharding(config.mesh),
     )
@@ -56,7 +59,7 @@ def make_decoding(config: DecodeConfig, model: LanguageModel, *, stop_ids: Itera
         vocab_size=model.config.vocab_size,
         stop_ids=stop_ids,
         capacity=None if cache.capacity == "auto" else cache.capacity,
-        buckets=tuple(bucket for bucket in engine.prefill_buckets if bucket <= engine.prefill_chunk),
+        buckets=engine.prefill_buckets,
         sharding=make_sharding(config.mesh),
     )
 

@@ -111,7 +111,8 @@ def _take(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
     if not axes:
         return _sampled(state, logits)
     placement = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, state)
-    return jax.sharding.auto_axes(_sampled, axes=axes, out_sharding=placement)(state, logits)
+    placed: Any = jax.sharding.auto_axes(_sampled, axes=axes, out_sharding=placement)
+    return placed(state, logits)
 
 
 def _sampled(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:

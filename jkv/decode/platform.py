@@ -19,7 +19,7 @@ COMPILER_OPTIONS: dict[str, dict[str, str]] = {
 class PlatformJit:
     """A function under `jax.jit`, its options chosen by the default backend when it is first used.
 
-    Importing a module must not start a backend, so the choice waits. Everything else is the jitted function's.
+    Importing a module must not start a backend, so the choice waits.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):

@@ -112,7 +112,7 @@ class GQAttention(nnx.Module):
         self.rope = rope
         self.window = window
         self.scale = self.head_dim**-0.5 if scale is None else scale
-        self.implementation = implementation
+        self.implementation: ops.Implementation = implementation
         self.sharding = sharding
 
     def __call__(
@@ -131,7 +131,7 @@ class GQAttention(nnx.Module):
             cache: what the sequences hold; consumed where the caller donates it. None: `x` is all there is.
             where: the cache group and this layer's index in it; needed with a cache.
             batch: the step, from `cache.begin`; needed with a cache.
-            rotation: what `rotations` gives for the step's positions, where layers share it; None computes it.
+            rotation: from `step_rotation`, where layers share it; None computes it.
 
         Returns:
             The output and the cache with the new tokens (None without one).

@@ -4,6 +4,7 @@ The packings are chosen so that XLA's CPU backend compiles unpack, multiply and 
 lanes (docs/performance.md); other backends compute the same values from the same arrays.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -62,7 +63,7 @@ class Int8Weight(nnx.Module):
             for c in range(inner)
             for byte in range(4)
         ]
-        return (sum(terms[1:], terms[0]).sum((1, 2)) * scale)[None, None]
+        return (_sum(terms).sum((1, 2)) * scale)[None, None]
 
 
 class Int4Weight(nnx.Module):
@@ -114,11 +115,9 @@ class Int4Weight(nnx.Module):
                     * inputs[:, :, c, half, n]
                     for n in range(4)
                 ]
-                level_sum = sum(levels[1:], levels[0])
-                terms.append(
-                    level_sum * scale[:, :, c, half] + totals[:, :, c, half] * minimum[:, :, c, half]
-                )
-        return sum(terms[1:], terms[0]).sum((1, 2))[None, None]
+                terms.append(_sum(levels) * scale[:, :, c, half])
+                terms.append(totals[:, :, c, half] * minimum[:, :, c, half])
+        return _sum(terms).sum((1, 2))[None, None]
 
 
 class QuantizedLinear(nnx.Module):
@@ -180,6 +179,10 @@ def _bytes(words: Int[Array, "*rows words"]) -> Float[Array, "*rows in"]:
     return levels.reshape(*words.shape[:-1], -1)
 
 
+def _sum(terms: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
 def _check_inputs(weight: np.ndarray, multiple: int, codec: str) -> None:
     if weight.shape[1] % multiple:
         raise ValueError(
@@ -188,13 +191,13 @@ def _check_inputs(weight: np.ndarray, multiple: int, codec: str) -> None:
 
 
 def _int8_split(num_words: int) -> tuple[int, int, int]:
-    """Cut a row's words into (outer, inner, lanes): `inner` is written out, the others are summed in a loop."""
+    """Cut a row's words into (outer, inner, lanes): `inner` is written out, the others are a loop."""
     lanes = max(size for size in (8, 16, 24, 32) if num_words % size == 0)
     inner = _inner(num_words // lanes)
     return num_words // lanes // inner, inner, lanes
 
 
 def _inner(size: int) -> int:
-    """Return the least divisor, 3 or more where there is one, that leaves an outer axis short enough to fuse."""
+    """Return the least divisor, 3 or more if any, that leaves an outer axis short enough to fuse."""
     divisors = [d for d in range(1, size + 1) if size % d == 0 and size // d <= _LONGEST_SUM]
     return next((d for d in divisors if d >= 3), divisors[-1])

@@ -118,8 +118,9 @@ class Decoder(nnx.Module):
         rotation = step_rotation(self.config.rope, tokens.shape[1], batch)
         for index, layer in enumerate(self.layers):
             x, cache = layer(x, cache, where=(0, index), batch=batch, rotation=rotation)
-        last_only = batch is not None and batch.outputs == "last"
-        if last_only:
+        last_only = False
+        if batch is not None and batch.outputs == "last":
+            last_only = True
             x = jnp.take_along_axis(x, batch.last[:, None, None], axis=1)
         x = self.norm(x)
         logits = self.embed.attend(x) if self.lm_head is None else self.lm_head(x).astype(jnp.float32)

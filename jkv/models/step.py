@@ -12,7 +12,7 @@ from flax import nnx
 from jkv.cache.cache import Cache, TokenBatch
 
 Weights = tuple[jax.Array, ...]
-StepFunction = Callable[[Any, jax.Array, Cache, TokenBatch], tuple[jax.Array, Cache]]
+StepFunction = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any]]
 
 
 def split_model(model: nnx.Module) -> tuple[StepFunction, Weights]:

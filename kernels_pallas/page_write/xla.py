@@ -21,7 +21,7 @@ def write_pages(
     Args:
         pool: pages of all layers; consumed where the caller donates it.
         rows: the new keys or values; cast to the pool's dtype.
-        slots: place of each row among its layer's pages, `page * page_size + slot`; a negative one is dropped.
+        slots: place of each row among its layer's pages, `page * page_size + slot`; negative: dropped.
         page_offset: the pool's page that is page 0 of this layer.
     """
     total_pages, num_kv_heads, page_size, head_dim = pool.shape
@@ -39,11 +39,10 @@ def write_pages(
         return jax.lax.dynamic_update_slice(pool, jnp.where(is_kept[0, 0], row, old), start)
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, None]
     index = (pages[..., None] * num_kv_heads + heads) * page_size + places[..., None]
-    # Past the whole pool, so that `mode="drop"` sees it (a negative index would wrap), and each its own index.
-    past = total_pages * num_kv_heads * page_size + jnp.arange(index.size, dtype=jnp.int32).reshape(
-        index.shape
-    )
-    index = jnp.where(is_kept[..., None], index, past).reshape(-1)
+    index = jnp.where(is_kept[..., None], index, -1).reshape(-1)
+    # Past the whole pool, so that `mode="drop"` sees it (a negative index would wrap), each at its own place.
+    past = total_pages * num_kv_heads * page_size + jnp.arange(index.size, dtype=jnp.int32)
+    index = jnp.where(index < 0, past, index)
     # Materialized, or XLA's CPU backend computes it anew for every entry that it writes.
     index = jax.lax.optimization_barrier(index)
     flat = pool.reshape(-1, head_dim)

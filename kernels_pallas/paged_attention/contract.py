@@ -28,7 +28,7 @@ class PagedArguments(NamedTuple):
         query: the new tokens, padded per sequence.
         key_pool: pages of all layers; a page is `[kv_head, slot, head_dim]`.
         value_pool: the same for values.
-        page_table: logical page of a sequence -> page of its layer; ids outside `[0, num_pages)` name no page.
+        page_table: logical page of a sequence -> page of its layer; ids past `num_pages` or negative: none.
         starts: tokens that each sequence held before this step.
         lens: new tokens of each sequence, already written to the pool; 0 for an idle row.
         page_offset: the pool's page that is page 0 of this layer.

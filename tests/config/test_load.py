@@ -105,7 +105,6 @@ def test_every_error_of_every_file_is_told_at_once(tmp_path):
         ("cache", "{layout: dense, capacity: 0}", 'cache.capacity: must be greater than 0 or "auto", got 0'),
         ("cache", "3", "cache: must be a name or a mapping, got 3"),
         ("model", "{path: ''}", 'model.path: must be text that is not empty, got ""'),
-        ("model", "{path: toy, scan_layers: no}", 'model.scan_layers: must be a boolean or "auto", got "no"'),
         ("engine", "{max_sequences: 1, sampling: 3}", "engine.sampling: must be a mapping, got 3"),
         (
             "engine",
@@ -120,12 +119,13 @@ def test_every_error_of_every_file_is_told_at_once(tmp_path):
         (
             "engine",
             "{max_sequences: 1, prefill_buckets: [64, 16]}",
-            "engine.prefill_buckets: must rise, got [64, 16]; sort them and keep each once",
+            "engine.prefill_buckets: must be one width or more, rising, got [64, 16]; "
+            "sort them and keep each once",
         ),
         (
             "engine",
-            "{max_sequences: 1, prefill_buckets: [16]}",
-            "engine.prefill_buckets: must hold a prefill_chunk of 512 tokens, got [16]; add 512",
+            "{max_sequences: 1, prefill_buckets: []}",
+            "engine.prefill_buckets: must be one width or more, rising, got []; sort them and keep each once",
         ),
     ],
 )
