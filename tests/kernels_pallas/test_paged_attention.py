@@ -1,0 +1,264 @@
+"""Paged attention in plain JAX against its definition, and the definition against dense attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import paged_attention
+from kernels_pallas.paged_attention import PagedArguments, Tiling
+from kernels_pallas.paged_attention.shapes import SHAPES, Shape
+
+from ..compare import assert_close, relative_errors
+
+NUM_LAYERS, LAYER = 3, 1
+TOLERANCE = 1e-5
+# Two blocks and more for the longest row of every shape.
+TILING = Tiling(block_tokens=48)
+
+
+def lens_of(shape: Shape) -> np.ndarray:
+    return np.minimum(shape.totals, shape.time).astype(np.int32)
+
+
+def make_dense(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return queries and each row's keys and values, `[seq, token, head, head_dim]`."""
+    random = np.random.default_rng(0)
+    rows, tokens = len(shape.totals), max(shape.totals)
+    query = random.standard_normal((rows, shape.time, shape.num_heads, shape.head_dim), np.float32)
+    return query, *random.standard_normal((2, rows, tokens, shape.num_kv_heads, shape.head_dim), np.float32)
+
+
+def make_arguments(shape: Shape, dtype=jnp.float32, dead: float = np.nan) -> tuple[PagedArguments, int]:
+    """Scatter the rows over permuted pages of the middle layer; what nobody owns is `dead`.
+
+    Table entries past a row's pages name no page, another row's page, or a page of another layer.
+    """
+    query, keys, values = make_dense(shape)
+    rows = len(shape.totals)
+    pages_of = [-(-total // shape.page_size) for total in shape.totals]
+    num_pages = sum(pages_of) + 2
+    order = iter(np.random.default_rng(1).permutation(num_pages))
+    table = np.resize([-1, num_pages, 0, 2**31 - 1], (rows, max(pages_of) + 3)).astype(np.int32)
+    pools = np.full(
+        (2, NUM_LAYERS * num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim), dead, np.float32
+    )
+    for row, total in enumerate(shape.totals):
+        for logical in range(pages_of[row]):
+            page = next(order)
+            table[row, logical] = page
+            tokens = slice(logical * shape.page_size, min((logical + 1) * shape.page_size, total))
+            for pool, dense in zip(pools, (keys, values), strict=True):
+                filled = dense[row, tokens].swapaxes(0, 1)
+                pool[LAYER * num_pages + page, :, : filled.shape[1]] = filled
+    lens = lens_of(shape)
+    arrays = (query, *pools, table, shape.totals - lens, lens)
+    query, key_pool, value_pool, table, starts, lens = map(jnp.asarray, arrays)
+    pools = key_pool.astype(dtype), value_pool.astype(dtype)
+    offset = jnp.int32(LAYER * num_pages)
+    return PagedArguments(query.astype(dtype), *pools, table, starts, lens, offset), num_pages
+
+
+def make_options(shape: Shape) -> dict:
+    sinks = jax.random.normal(jax.random.key(7), (shape.num_heads,)) if shape.has_sinks else None
+    return {
+        "scale": shape.head_dim**-0.5,
+        "window": shape.window,
+        "soft_cap": shape.soft_cap,
+        "sinks": sinks,
+    }
+
+
+@jax.jit(static_argnames=("implementation", "num_pages", "scale", "window", "soft_cap", "tiling"))
+def run(implementation, arguments: PagedArguments, num_pages: int, **options):
+    return implementation(arguments, num_pages=num_pages, **options)
+
+
+def run_xla(shape: Shape, arguments: PagedArguments, num_pages: int, tiling: Tiling = TILING):
+    return run(paged_attention.xla, arguments, num_pages, tiling=tiling, **make_options(shape))
+
+
+def run_reference(shape: Shape, arguments: PagedArguments, num_pages: int):
+    return run(paged_attention.reference, arguments, num_pages, **make_options(shape))
+
+
+def dense_attention(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """Compute every new token's output and log-sum-exp by itself, in float64."""
+    query, keys, values = make_dense(shape)
+    options, lens = make_options(shape), lens_of(shape)
+    out = np.zeros(query.shape)
+    log_sum = np.full(query.shape[:3], -np.inf)
+    for row, step in np.argwhere(np.arange(shape.time)[None] < lens[:, None]):
+        end = shape.totals[row] - lens[row] + step + 1
+        first = 0 if shape.window is None else max(end - shape.window, 0)
+        for head in range(shape.num_heads):
+            kv_head = head * shape.num_kv_heads // shape.num_heads
+            logits = keys[row, first:end, kv_head].astype(np.float64) @ query[row, step, head]
+            logits = logits * options["scale"]
+            if shape.soft_cap is not None:
+                logits = shape.soft_cap * np.tanh(logits / shape.soft_cap)
+            sink = -np.inf if options["sinks"] is None else float(options["sinks"][head])
+            log_sum[row, step, head] = np.logaddexp.reduce([*logits, sink])
+            weights = np.exp(logits - log_sum[row, step, head])
+            out[row, step, head] = weights @ values[row, first:end, kv_head]
+    return out, log_sum
+
+
+def assert_log_sums_close(got, expected, tolerance: float = TOLERANCE) -> None:
+    """Compare where a query sees something; elsewhere both are -inf."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    is_seen = np.isfinite(expected)
+    assert (got[~is_seen] == -np.inf).all()
+    assert_close(np.where(is_seen, got, 0), np.where(is_seen, expected, 0), tolerance)
+
+
+named_shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@named_shapes
+def test_the_definition_equals_dense_attention(shape: Shape):
+    out, log_sum = run_reference(shape, *make_arguments(shape))
+    expected, expected_log_sum = dense_attention(shape)
+    assert_close(out, expected, TOLERANCE)
+    assert_log_sums_close(log_sum, expected_log_sum)
+
+
+@named_shapes
+def test_xla_equals_the_definition(shape: Shape):
+    arguments, num_pages = make_arguments(shape)
+    out, log_sum = run_xla(shape, arguments, num_pages)
+    expected, expected_log_sum = run_reference(shape, arguments, num_pages)
+    assert_close(out, expected, TOLERANCE)
+    assert_log_sums_close(log_sum, expected_log_sum)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "decode" in name])
+def test_bfloat16_pools_cost_at_most_twice_the_definitions_own_error(name: str):
+    shape = SHAPES[name]
+    arguments, num_pages = make_arguments(shape, jnp.bfloat16)
+    exact, _ = dense_attention(shape)
+    allowed = 2 * max(relative_errors(run_reference(shape, arguments, num_pages)[0], exact))
+    assert_close(run_xla(shape, arguments, num_pages)[0], exact, allowed)
+
+
+@pytest.mark.parametrize("dead", [np.nan, np.inf, 1e4])
+def test_what_dead_slots_hold_changes_no_bit(dead: float):
+    shape = SHAPES["llama_chunk"]
+    clean, num_pages = make_arguments(shape, dead=0.0)
+    poisoned, _ = make_arguments(shape, dead=dead)
+    for compute in (run_xla, run_reference):
+        outs = [compute(shape, arguments, num_pages)[0] for arguments in (poisoned, clean)]
+        np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 10_000])
+def test_the_tiling_changes_the_result_by_rounding_only(block_tokens: int):
+    shape = SHAPES["gemma_soft_cap_chunk"]
+    arguments, num_pages = make_arguments(shape)
+    out, _ = run_xla(shape, arguments, num_pages, tiling=Tiling(block_tokens))
+    assert_close(out, run_reference(shape, arguments, num_pages)[0], TOLERANCE)
+
+
+@pytest.mark.parametrize("compute", [run_xla, run_reference])
+def test_idle_and_empty_rows_are_zero(compute):
+    shape = SHAPES["gpt_oss_sinks_chunk"]
+    arguments, num_pages = make_arguments(shape)
+    out, log_sum = compute(shape, arguments, num_pages)
+    is_padding = np.arange(shape.time)[None] >= lens_of(shape)[:, None]
+    assert (np.asarray(out)[is_padding] == 0).all()
+    assert (np.asarray(log_sum)[is_padding] == -np.inf).all()
+
+
+@pytest.mark.parametrize("page", [-1, 10_000])
+@pytest.mark.parametrize("compute", [run_xla, run_reference])
+def test_a_page_id_outside_the_layer_is_not_read(compute, page: int):
+    """The row sees what is left: as if the keys of its first page were not there."""
+    shape = Shape(4, 2, 8, page_size=4, time=1, totals=(6,))
+    arguments, num_pages = make_arguments(shape)
+    table = arguments.page_table.at[0, 0].set(page)
+    out, _ = compute(shape, arguments._replace(page_table=table), num_pages)
+    expected, _ = dense_attention(dataclasses.replace(shape, window=2))
+    assert_close(out, expected, TOLERANCE)
+
+
+def shift_mask(arguments: PagedArguments) -> PagedArguments:
+    """Make each query see one token less."""
+    return arguments._replace(starts=arguments.starts - 1)
+
+
+def drop_last_page(arguments: PagedArguments) -> PagedArguments:
+    """Unname the last page of the longest row."""
+    page_size = arguments.key_pool.shape[2]
+    row = jnp.argmax(arguments.starts)
+    last = (arguments.starts + arguments.lens - 1)[row] // page_size
+    return arguments._replace(page_table=arguments.page_table.at[row, last].set(-1))
+
+
+def change_scale(arguments: PagedArguments) -> PagedArguments:
+    """Make the logits 2 % larger."""
+    return arguments._replace(query=arguments.query * 1.02)
+
+
+@pytest.mark.parametrize("fault", [shift_mask, drop_last_page, change_scale])
+@pytest.mark.parametrize("name", ["multi_head_chunk", "qwen_decode_group_8"])
+def test_a_faulty_kernel_fails_the_comparison(fault, name: str):
+    shape = SHAPES[name]
+    arguments, num_pages = make_arguments(shape, dead=0.0)
+    out, _ = run_xla(shape, fault(arguments), num_pages)
+    expected, _ = run_reference(shape, arguments, num_pages)
+    assert relative_errors(out, expected)[1] > 100 * TOLERANCE
+    with pytest.raises(AssertionError):
+        assert_close(out, expected, TOLERANCE)
+
+
+def make_empty(**shapes) -> PagedArguments:
+    sizes = {"query": (1, 1, 4, 8), "key_pool": (6, 2, 4, 8), "value_pool": (6, 2, 4, 8)} | shapes
+    rows = jnp.zeros(1, jnp.int32)
+    pools = {name: jnp.zeros(size) for name, size in sizes.items()}
+    return PagedArguments(
+        **pools, page_table=jnp.zeros((1, 2), jnp.int32), starts=rows, lens=rows, page_offset=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "window", "message"),
+    [
+        ({"value_pool": (6, 2, 4, 16)}, None, r"one shape, got \(6, 2, 4, 8\) and \(6, 2, 4, 16\)"),
+        ({"query": (1, 1, 4, 16)}, None, "head_dim must equal the pool's, got 16 and 8"),
+        ({"query": (1, 1, 3, 8)}, None, "multiple of KV heads, got 3 and 2"),
+        ({"key_pool": (5, 2, 4, 8), "value_pool": (5, 2, 4, 8)}, None, "pages a layer, got 5 and 3"),
+        ({}, 0, "window must be at least 1 token, got 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(shapes: dict, window: int | None, message: str):
+    with pytest.raises(ValueError, match=message):
+        paged_attention.check(make_empty(**shapes), num_pages=3, window=window)
+
+
+def test_the_walk_follows_the_longest_live_row_and_not_the_capacity():
+    """The loop's bounds are computed from lengths: the table's width is not among them."""
+    shape = Shape(2, 1, 8, page_size=16, time=1, totals=(64,))
+    arguments, num_pages = make_arguments(shape)
+    assert count_blocks(arguments, num_pages, wide=4) == count_blocks(arguments, num_pages, wide=512) == 4
+
+
+def count_blocks(arguments: PagedArguments, num_pages: int, wide: int) -> int:
+    """Run with a table of `wide` pages, and count the blocks of 16 tokens that are gathered."""
+    blocks = []
+    table = jnp.pad(arguments.page_table[:, :4], ((0, 0), (0, wide - 4)), constant_values=-1)
+    original = jax.lax.dynamic_slice_in_dim
+
+    def counted(*positional, **named):
+        jax.debug.callback(lambda: blocks.append(1))
+        return original(*positional, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "dynamic_slice_in_dim", counted)
+        out, _ = paged_attention.xla(
+            arguments._replace(page_table=table), num_pages=num_pages, scale=1.0, tiling=Tiling(16)
+        )
+    out.block_until_ready()
+    jax.effects_barrier()
+    return len(blocks)
