@@ -1,0 +1,149 @@
+"""`jkv inspect`: what a model's files hold: architecture, sizes, tokenizer.
+
+Reads headers only.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, get_args
+
+import tyro
+
+from jkv.cache.spec import Codec
+from jkv.cli.options import Flag, find_tokenizer
+from jkv.models.decoder import cache_spec
+from jkv.models.families import ModelConfig
+from jkv.models.gguf_metadata import gguf_metadata
+from jkv.models.load import abstract_decoder, parameter_targets
+from jkv.models.tokenizer import Tokenizer
+from jkv.models.weights.locate import ModelLocation
+from jkv.models.weights.model import StoredModel, open_model
+
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Show a model's architecture, parameters, bytes, tokenizer and chat template."""
+
+    model: tyro.conf.Positional[str]
+    """Bundled model's name, GGUF file, folder or hub id."""
+    json: Flag = False
+    """Print one JSON object."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Inspect the model that the command line names, and print what it is."""
+    arguments = tyro.cli(Arguments, args=argv, prog="jkv inspect")
+    shown = inspect(arguments.model)
+    if arguments.json:
+        print(json.dumps(shown))
+        return
+    for title, values in shown.items():
+        print(f"{title}:")
+        for name, value in values.items():
+            print(f"  {name.replace('_', ' '):24}{_plain(value)}")
+
+
+def inspect(name_or_path: str | Path) -> dict[str, dict[str, Any]]:
+    """Return what a model's files say, by title: file, architecture, sizes, tokenizer.
+
+    Raises:
+        ValueError: as `open_model`, or the tokenizer is damaged.
+    """
+    stored = open_model(name_or_path)
+    return {
+        "file": _file(stored),
+        "architecture": _architecture(stored.config),
+        "sizes": _sizes(stored.config),
+        "tokenizer": _tokenizer(stored.location),
+    }
+
+
+def _file(stored: StoredModel) -> dict[str, Any]:
+    tensors = stored.source.tensors.values() if stored.source else ()
+    types = Counter(tensor.encoding for tensor in tensors)
+    return {
+        "path": str(stored.location.path),
+        "format": stored.location.format,
+        "tensor_types": dict(types.most_common()),
+    }
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    windows = sorted({window for window in config.windows if window is not None})
+    is_scaled = config.rope.scaling != "none"
+    return {
+        "family": config.family,
+        "layers": config.num_layers,
+        "embed_dim": config.embed_dim,
+        "mlp_dim": config.mlp_dim,
+        "query_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "max_length": config.max_length,
+        "windows": windows,
+        "windowed_layers": sum(window is not None for window in config.windows),
+        "rope": asdict(config.rope) if is_scaled else {"dim": config.rope.dim, "theta": config.rope.theta},
+        "is_tied": config.is_tied,
+        "has_qk_norm": config.has_qk_norm,
+        "has_qkv_bias": config.has_qkv_bias,
+    }
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    targets = parameter_targets(abstract_decoder(config)).values()
+    count = sum(prod(target.shape) for target in targets)
+    return {
+        "parameters": count,
+        "weight_bytes": {name: count * size for name, size in _WEIGHT_BYTES.items()},
+        "cache_bytes_per_token": {
+            codec: cache_spec(config, page_size=1, codec=codec).bytes_per_token for codec in get_args(Codec)
+        },
+    }
+
+
+def _tokenizer(location: ModelLocation) -> dict[str, Any]:
+    tokenizer = find_tokenizer(location)
+    if tokenizer is None:
+        return {"kind": None}
+    return {
+        "kind": _kind(location),
+        "vocabulary": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_ids": list(tokenizer.eos_ids),
+        "adds_bos": tokenizer.adds_bos,
+        "has_chat_template": _has_chat_template(tokenizer),
+    }
+
+
+def _kind(location: ModelLocation) -> str:
+    """Return the tokenizer's algorithm in the file's own word."""
+    if location.format == "gguf":
+        return gguf_metadata(location.path)["tokenizer.ggml.model"]
+    return json.loads((location.path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["type"]
+
+
+def _has_chat_template(tokenizer: Tokenizer) -> bool:
+    try:
+        return bool(tokenizer.chat_template.source)
+    except ValueError:
+        return False
+
+
+def _plain(value: Any) -> str:
+    """Return a value as people read it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "none" if value is None else str(value)

@@ -1,0 +1,36 @@
+from jkv.cli.inspect import inspect
+
+
+def test_sizes_are_the_file_s(tiny):
+    shown = inspect(tiny)
+    count = 2 * 320 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 96 + 2 * 64) + 64
+    assert shown["sizes"] == {
+        "parameters": count,
+        "weight_bytes": {"float32": 4 * count, "bfloat16": 2 * count},
+        "cache_bytes_per_token": {"f32": 2 * 3 * 2 * 8 * 4, "bf16": 2 * 3 * 2 * 8 * 2},
+    }
+    assert shown["file"]["format"] == "hf"
+    assert set(shown["file"]["tensor_types"]) == {"F32"}
+    assert shown["tokenizer"] == {"kind": None}
+
+
+def test_windows_are_shown(run_jkv, tiny):
+    shown = run_jkv("inspect", tiny.parent / "mistral_sliding")
+    assert "windows                 16\n" in shown
+    assert "windowed layers         3\n" in shown
+
+
+def test_json_is_what_the_function_returns(run_json, tiny):
+    assert run_json("inspect", tiny, "--json") == [inspect(tiny)]
+
+
+def test_the_tokenizer_and_its_template_are_shown(talking_tiny):
+    tokenizer = inspect(talking_tiny)["tokenizer"]
+    assert tokenizer["kind"] == "BPE"
+    assert tokenizer["vocabulary"] == 320
+    assert tokenizer["eos_ids"] == [319, 2]
+    assert tokenizer["has_chat_template"]
+
+
+def test_a_folder_that_is_no_model_is_refused(refusal, tmp_path):
+    assert "must hold config.json" in refusal("inspect", tmp_path)
