@@ -1,0 +1,41 @@
+import pytest
+
+from jkv.cli import bench
+
+
+@pytest.fixture(autouse=True)
+def _small_copy(monkeypatch):
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e9)
+
+
+def test_every_batch_is_measured_at_every_context(run_json, tiny):
+    flags = ("--batch", "1,2", "--context", "24", "--steps", 4, "--repeats", 2, "--json")
+    (shown,) = run_json("bench", "decode", "--model", tiny, *flags)
+    first, second = shown["measurements"]
+    assert [(one["batch"], one["context"]) for one in (first, second)] == [(1, 24), (2, 24)]
+    for one in (first, second):
+        assert one["step_ms"]["median"] > 0
+        assert one["step_ms"]["spread"] >= 0
+        assert one["tokens_per_second"] == pytest.approx(1e3 * one["batch"] / one["step_ms"]["median"])
+        seconds = one["step_ms"]["median"] / 1e3
+        assert one["bandwidth_share"] == pytest.approx(one["bytes_per_step"] / seconds / 1e9)
+    assert second["bytes_per_step"] - first["bytes_per_step"] == (24 + 2) * 2 * 3 * 2 * 8 * 4
+    assert first["bytes_per_step"] > 127_424 * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--context", "510"), "the model reads at most 512 tokens, got 526 with the steps"),
+        (("--batch", "1,x"), "--batch must be positive numbers with commas"),
+        (("--context", "0"), "--context must be positive numbers with commas"),
+        (("--steps", "0"), "--steps and --repeats must be at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(refusal, tiny, flags, message):
+    assert message in refusal("bench", "decode", "--model", tiny, *flags)
+
+
+def test_a_copy_s_bandwidth_is_measured(monkeypatch):
+    monkeypatch.undo()
+    assert bench.copy_bandwidth(2**20, num_repeats=2) > 0
