@@ -62,7 +62,7 @@ def _help() -> str:
 
 
 def _fail(message: str) -> int:
-    print(f"jkv: {message}", file=sys.stderr)
+    print("\n".join(f"jkv: {line}" for line in message.splitlines()), file=sys.stderr)
     return USAGE_ERROR
 
 

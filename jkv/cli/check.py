@@ -1,15 +1,19 @@
 """`jkv check`: a resolved configuration and what follows from it.
 
-Knows sizes and names; reads no weights and touches no device.
+Knows sizes and names; reads headers of weights and touches no device.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import jax.numpy as jnp
+import tyro
 from flax import nnx
 
 from jkv import ops
+from jkv.cli.options import parse
 from jkv.config import (
     LOGICAL_ARRAYS,
     ConfigError,
@@ -22,8 +26,35 @@ from jkv.config import (
 )
 from jkv.models.decoder import Decoder, cache_spec
 from jkv.models.families import ModelConfig
+from jkv.models.weights.locate import SMOLLM2
+from jkv.models.weights.model import open_model
 
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Print a resolved configuration and what follows from it.
+
+    Flags after its name take a section from another file (--cache dense-bf16) or set a value
+    (--cache.page-size 32).
+    """
+
+    config: tyro.conf.Positional[str]
+    """Name or .yaml file."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Check the configuration that the command line names, and print what follows from it."""
+    arguments, overrides = parse(Arguments, argv, "check")
+    model = stored_config(load_config(arguments.config, overrides).model.path)
+    print(check(arguments.config, overrides, model=model), end="")
+
+
+def stored_config(name_or_path: str) -> ModelConfig | None:
+    """Return the sizes of a model on this machine; None where it would have to be downloaded first."""
+    is_here = name_or_path == SMOLLM2 or Path(name_or_path).expanduser().exists()
+    return open_model(name_or_path).config if is_here else None
 
 
 def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | None = None) -> str:

@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from jkv.cli.check import check
+from jkv.cli.check import check, stored_config
 from jkv.config import ConfigError
 from jkv.layers.rope import RopeConfig
 from jkv.models.families import ModelConfig
@@ -81,3 +81,19 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
         "smollm2-135m: mesh.rules.kv_head: must split key and value heads evenly, got 3 over 4 devices; "
         "choose another mesh or drop the rule",
     ]
+
+
+def test_the_command_prints_what_the_function_returns(run_jkv, tiny):
+    flags = ("--cache.page-size", "32", "--model.path", str(tiny))
+    shown = run_jkv("check", "smollm2-cpu", *flags)
+    assert shown == check("smollm2-cpu", flags, model=stored_config(str(tiny)))
+    assert "parameters: 127,424" in shown
+
+
+def test_a_model_that_is_elsewhere_leaves_out_its_sizes(run_jkv):
+    assert "parameters" not in run_jkv("check", "smollm2-cpu", "--model.path", "some/model")
+
+
+def test_a_wrong_flag_is_a_usage_error(refusal):
+    said = refusal("check", "smollm2-cpu", "--cache.pagesize", "32")
+    assert said == 'jkv: command line: --cache.pagesize: is not a flag (did you mean "--cache.page-size"?)'
