@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jkv.cache.cache import Cache
 from jkv.decode.batch import check_prompts
 from jkv.decode.generate import Decoding, make_cache
+from jkv.decode.platform import PlatformJit
 from jkv.models.step import StepFunction
 
 
@@ -77,7 +78,7 @@ def score(
     return Score(whole, np.concatenate(logits, axis=1)[:, :time] if keep_logits else None)
 
 
-@functools.partial(jax.jit, static_argnames=("step", "keep_logits"), donate_argnames="cache")
+@functools.partial(PlatformJit, static_argnames=("step", "keep_logits"), donate_argnames="cache")
 def score_chunk(
     step: StepFunction,
     weights: Any,

@@ -6,12 +6,10 @@ Puts `Stream` and the tokenizer's text together; knows no terminal and no server
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jkv.decode.generate import Decoding, StepResult, Stream, results
+from jkv.decode.generate import GREEDY, Decoding, StepResult, Stream, results
 from jkv.decode.params import SamplingParams
 from jkv.models.detokenize import Detokenizer, StopStrings
 from jkv.models.tokenizer import Tokenizer
-
-_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class TextStream:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        sampling: SamplingParams | Sequence[SamplingParams] = _GREEDY,
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         stop_strings: Sequence[str] = (),
         seed: int = 0,
     ):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jkv.cli import main
 
@@ -26,6 +27,23 @@ def tiny():
 def copy_of_tiny(tiny, tmp_path):
     """A copy of the folder, to damage."""
     return shutil.copytree(tiny, tmp_path / "model")
+
+
+@pytest.fixture
+def talking_tiny(copy_of_tiny):
+    """The folder with a tokenizer of bytes, 63 pairs of letters and `<|end|>`, and with a chat template."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [letters[index] + letters[index + 1] for index in range(63)]
+    vocabulary = {token: index for index, token in enumerate([*letters, *pairs, "<|end|>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(copy_of_tiny / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+    config = {"eos_token": "<|end|>", "chat_template": template}
+    (copy_of_tiny / "tokenizer_config.json").write_text(json.dumps(config))
+    return copy_of_tiny
 
 
 @pytest.fixture
@@ -61,6 +79,7 @@ def refusal(capsys):
         assert code == 2
         assert printed.out == ""
         (line,) = printed.err.splitlines()
+        assert line.startswith("jkv: ")
         return line
 
     return run

@@ -30,7 +30,7 @@ def test_json_tells_tokens_times_and_bytes_of_each_prompt(run_json, tiny, refere
 
 
 def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference):
-    flags = ("--page-size", 16, "--engine.prefill-buckets", 16, "--engine.prefill-chunk", 16)
+    flags = ("--page-size", 16, "--engine.prefill-buckets", 16)
     stop = reference[0][42]
     shown = run_jkv(
         *GREEDY, *flags, "--model", tiny, "--prompt-tokens", ids(reference[0][:40]), "--stop-token-ids", stop
@@ -65,6 +65,33 @@ def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference
 )
 def test_what_cannot_run_is_refused_in_one_line(refusal, tiny, arguments, message):
     assert message in refusal("generate", "--model", tiny, *arguments)
+
+
+def test_text_of_several_prompts_is_not_interleaved(run_jkv, run_json, talking_tiny, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\ntwo\n", encoding="utf-8")
+    flags = (*GREEDY, "--model", talking_tiny, "--prompts", prompts)
+    shown = run_jkv(*flags)
+    one, two = run_json(*flags, "--json")
+    assert (one["prompt"], two["prompt"]) == ("one", "two")
+    assert one["num_prompt_tokens"] == 3
+    assert shown == f"[0]: one\n{one['text']}\n\n[1]: two\n{two['text']}\n\n"
+
+
+def test_a_chat_message_goes_through_the_template(run_json, talking_tiny):
+    flags = ("--model", talking_tiny, "--system", "s", "--chat", "<|end|>", "--max-new-tokens", 1, "--json")
+    (shown,) = run_json("generate", *flags)
+    assert shown["num_prompt_tokens"] == len("system: s") + 1 + len("user: <|end|>") + 1
+    assert shown["prompt_tokens"].count(319) == 2
+
+
+def test_a_prompts_file_that_is_not_there_is_refused(refusal, talking_tiny):
+    said = refusal("generate", "--model", talking_tiny, "--prompts", "none.txt")
+    assert said == "jkv: none.txt: No such file or directory"
+
+
+def test_an_empty_prompt_is_refused(refusal, talking_tiny):
+    assert "prompt 0 is empty" in refusal("generate", "--model", talking_tiny, "--prompt", "")
 
 
 def test_a_model_must_be_named(refusal):

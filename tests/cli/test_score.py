@@ -76,3 +76,9 @@ def test_a_cut_array_is_refused(refusal, tiny, tokens_file):
 def test_a_text_needs_a_tokenizer(refusal, tiny, tmp_path):
     (tmp_path / "text.txt").write_text(json.dumps("x"))
     assert "must have a tokenizer.json" in refusal("score", "--model", tiny, "--text", tmp_path / "text.txt")
+
+
+def test_a_text_is_scored_by_its_tokens(run_json, talking_tiny, tmp_path):
+    (tmp_path / "text.txt").write_text("<|end|>", encoding="utf-8")
+    (shown,) = run_json("score", "--model", talking_tiny, "--text", tmp_path / "text.txt", "--json")
+    assert len(shown["tokens"][0]) == len("<|end|>")
