@@ -8,18 +8,18 @@ def _small_copy(monkeypatch):
     monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e9)
 
 
-def test_every_batch_is_measured_at_every_context(run_json, tiny):
-    flags = ("--batch", "1,2", "--context", "24", "--steps", 4, "--repeats", 2, "--json")
+def test_a_batch_is_measured_at_every_context(run_json, tiny):
+    flags = ("--batch", "1", "--context", "20,24", "--steps", 4, "--repeats", 2, "--json")
     (shown,) = run_json("bench", "decode", "--model", tiny, *flags)
     first, second = shown["measurements"]
-    assert [(one["batch"], one["context"]) for one in (first, second)] == [(1, 24), (2, 24)]
+    assert [(one["batch"], one["context"]) for one in (first, second)] == [(1, 20), (1, 24)]
     for one in (first, second):
         assert one["step_ms"]["median"] > 0
         assert one["step_ms"]["spread"] >= 0
         assert one["tokens_per_second"] == pytest.approx(1e3 * one["batch"] / one["step_ms"]["median"])
         seconds = one["step_ms"]["median"] / 1e3
         assert one["bandwidth_share"] == pytest.approx(one["bytes_per_step"] / seconds / 1e9)
-    assert second["bytes_per_step"] - first["bytes_per_step"] == (24 + 2) * 2 * 3 * 2 * 8 * 4
+    assert second["bytes_per_step"] - first["bytes_per_step"] == 4 * 2 * 3 * 2 * 8 * 4
     assert first["bytes_per_step"] > 127_424 * 4
 
 
