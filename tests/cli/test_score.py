@@ -1,7 +1,10 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+SMOLLM2 = Path(__file__).parents[1] / "golden" / "smollm2"
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +85,14 @@ def test_a_text_is_scored_by_its_tokens(run_json, talking_tiny, tmp_path):
     (tmp_path / "text.txt").write_text("<|end|>", encoding="utf-8")
     (shown,) = run_json("score", "--model", talking_tiny, "--text", tmp_path / "text.txt", "--json")
     assert len(shown["tokens"][0]) == len("<|end|>")
+
+
+@pytest.mark.model
+def test_smollm2_s_perplexity_is_the_reference_s(run_json, tmp_path):
+    path = tmp_path / "tokens.npz"
+    with np.load(SMOLLM2 / "reference.npz") as arrays:
+        np.savez(path, tokens=arrays["text_ids"][None, :512])
+        nll = arrays["nll_512"]
+    (shown,) = run_json("score", "--model", "smollm2-135m", "--tokens", path, "--json")
+    assert shown["perplexity"] == pytest.approx(49.017, rel=1e-3)
+    assert relative_error(np.array(shown["nll"]), nll[None]) < 1e-4
