@@ -57,6 +57,13 @@ class TokenBatch(State):
         """Index in `time` of each sequence's last new token; 0 for an idle row."""
         return jnp.maximum(self.lens - 1, 0)
 
+    def select(self, x: Float[Array, "seq time *rest"]) -> Float[Array, "seq *rest"]:
+        """Return what `outputs` asks for: `x` at each sequence's last new token, or all of `x`."""
+        if self.outputs == "all":
+            return x
+        index = self.last.reshape(-1, *([1] * (x.ndim - 1)))
+        return jnp.take_along_axis(x, index, axis=1)[:, 0]
+
 
 @pytree
 class Cache(State):

@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
         last_only = False
         if batch is not None and batch.outputs == "last":
             last_only = True
-            x = jnp.take_along_axis(x, batch.last[:, None, None], axis=1)
+            x = batch.select(x)[:, None]
         x = self.norm(x)
         logits = self.embed.attend(x) if self.lm_head is None else self.lm_head(x).astype(jnp.float32)
         return (logits[:, 0] if last_only else logits), cache
