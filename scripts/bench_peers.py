@@ -1,0 +1,228 @@
+"""Times SmolLM2 in jkv beside Hugging Face transformers in one run, and prints the ratios.
+
+    python scripts/bench_peers.py --hf-python PATH_OF_A_PYTHON_WITH_TORCH_AND_TRANSFORMERS
+
+Both get the same dequantized weights, prompts of 64 random tokens and 64 new ones. The systems take turns, so
+that a noisy machine slows all of them; the machine's own limits are measured beside them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from jkv.decode.generate import Decoding, begin
+from jkv.decode.loop import decode
+from jkv.models.decoder import cache_spec
+from jkv.models.load import LanguageModel, load_model
+from jkv.models.weights.model import open_model
+from jkv.models.weights.rules import tensor_rules
+
+PROMPT, NEW = 64, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hf-python", required=True, help="interpreter that has torch and transformers")
+    parser.add_argument("--batch", default="1,16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--weights", default="float32,int8,int4", help="of jkv; int8 and int4 at batch 1 only"
+    )
+    arguments = parser.parse_args()
+    batches = [int(size) for size in arguments.batch.split(",")]
+    ours = {name: load_as(name) for name in arguments.weights.split(",")}
+    with tempfile.TemporaryDirectory() as folder:
+        export(Path(folder))
+        peers = {dtype: Peer(arguments.hf_python, folder, dtype) for dtype in ("float32", "bfloat16")}
+        for batch in batches:
+            systems = {
+                f"jkv {name}": JkvRunner(model, batch)
+                for name, model in ours.items()
+                if batch == 1 or name == "float32"
+            }
+            systems |= {f"transformers {dtype}": PeerRunner(peer, batch) for dtype, peer in peers.items()}
+            report(batch, compare(systems, arguments.repeats), limits(batch, ours["float32"]))
+
+
+def load_as(weights: str) -> LanguageModel:
+    codec = weights if weights in ("int8", "int4") else None
+    return load_model("smollm2-135m", weight_codec=codec)
+
+
+def export(folder: Path) -> None:
+    """Write the model as a Hugging Face folder of float32 weights."""
+    stored = open_model("smollm2-135m")
+    config = stored.config
+    gguf = {rule.target: rule for rule in tensor_rules(config, "gguf")}
+    shapes = {t: jax.ShapeDtypeStruct(rule.shape, jnp.float32) for t, rule in gguf.items()}
+    parameters = stored.load(shapes)
+    names = {rule.target: rule.source for rule in tensor_rules(config, "hf") if not rule.is_copy}
+    save_file(
+        {names[t]: np.asarray(value) for t, value in parameters.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    description = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_dim,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_length,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(description))
+
+
+def prompts(batch: int) -> list[list[int]]:
+    return np.random.default_rng(batch).integers(3, 49152, (batch, PROMPT)).tolist()
+
+
+class JkvRunner:
+    """One timed generation of jkv."""
+
+    def __init__(self, model: LanguageModel, batch: int):
+        spec = cache_spec(model.config, page_size=64, codec="f32")
+        self.decoding = Decoding(model.step, model.weights, spec, model.config.vocab_size)
+        self.batch = batch
+
+    def __call__(self) -> tuple[float, float]:
+        """Return seconds of the prefill and of a decode step."""
+        start = time.perf_counter()
+        state = jax.block_until_ready(begin(self.decoding, prompts(self.batch), max_new_tokens=NEW))
+        middle = time.perf_counter()
+        jax.block_until_ready(decode(self.decoding.step, self.decoding.weights, state, NEW))
+        return middle - start, (time.perf_counter() - middle) / (NEW - 1)
+
+
+class Peer:
+    """A transformers process that loads once and times on demand."""
+
+    def __init__(self, python: str, folder: str, dtype: str):
+        # The parent's settings for its own interpreter must not reach another one.
+        environment = {
+            key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
+        }
+        self.process = subprocess.Popen(
+            [python, "-c", _PEER, folder, dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def time(self, batch: int) -> tuple[float, float]:
+        """Return seconds of a prefill and of a decode step."""
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(prompts(batch)) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit("the transformers process ended; its message is above")
+        prefill, step = json.loads(line)
+        return prefill, step
+
+
+class PeerRunner:
+    """One timed generation of transformers."""
+
+    def __init__(self, peer: Peer, batch: int):
+        self.peer, self.batch = peer, batch
+
+    def __call__(self) -> tuple[float, float]:
+        """Return seconds of the prefill and of a decode step."""
+        return self.peer.time(self.batch)
+
+
+_PEER = f"""
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads({os.cpu_count()})
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2])).eval()
+for line in sys.stdin:
+    tokens = torch.tensor(json.loads(line))
+    with torch.inference_mode():
+        start = time.perf_counter()
+        out = model(tokens, use_cache=True, logits_to_keep=1)
+        token = out.logits[:, -1:].argmax(-1)
+        middle = time.perf_counter()
+        for _ in range({NEW - 1}):
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+        end = time.perf_counter()
+    print(json.dumps([middle - start, (end - middle) / {NEW - 1}]), flush=True)
+"""
+
+
+def compare(systems: dict, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Run the systems in turn, once to warm up and then `repeats` times."""
+    for run in systems.values():
+        run()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
+    for _ in range(repeats):
+        for name, run in systems.items():
+            times[name].append(run())
+    return times
+
+
+def limits(batch: int, model: LanguageModel) -> tuple[float, float]:
+    """Return the least seconds of a step: bytes over read bandwidth, FLOPs over the GEMM rate at this M."""
+    nbytes = sum(weight.nbytes for weight in model.weights)
+    block = jnp.ones((64 << 20,), jnp.float32)
+    read = median_seconds(jax.jit(jnp.sum), block) / block.nbytes
+    inner, outer = 1536, 3072
+    x, w = jnp.ones((batch, inner)), jnp.ones((outer, inner))
+    multiply = jax.jit(lambda x, w: jax.lax.dot_general(w, x, (((1,), (1,)), ((), ()))))
+    flop = median_seconds(multiply, x, w) / (2 * batch * inner * outer)
+    return nbytes * read, 2 * batch * nbytes / 4 * flop
+
+
+def median_seconds(function, *arguments) -> float:
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def report(batch: int, times: dict[str, list[tuple[float, float]]], limit: tuple[float, float]) -> None:
+    print(
+        f"\nbatch {batch}, prompt {PROMPT}, {NEW} new tokens, {os.cpu_count()} cores, jax {jax.__version__}"
+    )
+    least = [f"{seconds * 1e3:.1f} ms" for seconds in limit]
+    print(f"limit of a float32 step: {least[0]} to read the weights, {least[1]} to multiply")
+    base = times["transformers float32"]
+    header = ("system", "prefill tok/s", "step ms", "least", "prefill ratio", "step ratio")
+    print("{:24}{:>14}{:>10}{:>8}{:>15}{:>12}".format(*header))
+    for name, runs in times.items():
+        prefill, step = (statistics.median(run[i] for run in runs) for i in (0, 1))
+        ratios = [statistics.median(b[i] / a[i] for a, b in zip(runs, base, strict=True)) for i in (0, 1)]
+        cells = f"{batch * PROMPT / prefill:14.0f}{step * 1e3:10.1f}{min(run[1] for run in runs) * 1e3:8.1f}"
+        print(f"{name:24}{cells}{ratios[0]:15.2f}{ratios[1]:12.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
