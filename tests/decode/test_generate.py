@@ -1,0 +1,204 @@
+"""Generation: rows that do not affect each other, ends, limits, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.decode import generate as module
+from jkv.decode.generate import Decoding, Stream, begin, generate
+from jkv.decode.loop import decode, prefill
+from jkv.decode.params import SamplingParams
+from jkv.layers.rope import RopeConfig
+from jkv.models.decoder import Decoder, cache_spec
+from jkv.models.families import ModelConfig
+from jkv.models.step import split_model
+
+from ..compare import assert_close
+from ..poison import poison
+
+VOCAB_SIZE = 32
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=VOCAB_SIZE,
+    num_layers=1,
+    embed_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=16,
+    norm_eps=1e-6,
+    rope=RopeConfig(dim=8),
+    max_length=64,
+    windows=(None,),
+)
+PROMPTS = [[3], [9, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8]]
+
+
+@functools.cache
+def make_model():
+    return split_model(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+
+
+def make_decoding(**options) -> Decoding:
+    """Decode a tiny random model: its tokens depend on all earlier ones."""
+    spec = cache_spec(CONFIG, page_size=4, codec="f32")
+    return Decoding(*make_model(), spec, VOCAB_SIZE, **{"buckets": (4,), "capacity": 32} | options)
+
+
+def count_up(weights, tokens, cache, batch):
+    """Be a model that follows each token with the next id."""
+    last = jnp.take_along_axis(tokens, batch.last[:, None], axis=1)[:, 0]
+    return jax.nn.one_hot(last + 1, VOCAB_SIZE), cache
+
+
+def make_counting(**options) -> Decoding:
+    spec = CacheSpec.create([CacheGroup(1, 1, 2)], page_size=4)
+    return Decoding(count_up, (), spec, VOCAB_SIZE, **options)
+
+
+def tokens_of(generations) -> list[list[int]]:
+    return [list(row.tokens) for row in generations]
+
+
+def test_rows_end_by_themselves():
+    decoding = make_counting(stop_ids=(10,))
+    state = begin(decoding, [[1, 8], [5], [11]], max_new_tokens=8)
+    state = decode(decoding.step, decoding.weights, state, 8)
+    rows = module.results(state)
+    assert tokens_of(rows) == [[9, 10], [6, 7, 8, 9, 10], [*range(12, 20)]]
+    assert [row.finish_reason for row in rows] == ["stop", "stop", "length"]
+    assert not np.asarray(state.new_tokens)[0, 2:].any()
+    assert not np.asarray(state.new_tokens)[1, 5:].any()
+    # The prompt and every new token that was an input: all but the last.
+    assert state.cache.lengths.tolist() == [2 + 1, 1 + 4, 1 + 7]
+
+
+def test_a_prompt_that_is_followed_by_a_stop_token_ends_at_once():
+    (row,) = generate(make_counting(stop_ids=(10,)), [[9]], max_new_tokens=8)
+    assert (row.tokens, row.finish_reason) == ((10,), "stop")
+
+
+def test_rows_of_different_lengths_equal_each_alone():
+    together = generate(make_decoding(), PROMPTS, max_new_tokens=12)
+    for prompt, row in zip(PROMPTS, together, strict=True):
+        (alone,) = generate(make_decoding(), [prompt], max_new_tokens=12)
+        assert alone.tokens == row.tokens
+        assert_close([alone.logprobs], [row.logprobs])
+
+
+def test_greedy_tokens_equal_those_without_a_cache():
+    step, weights = make_model()
+    sequence = list(PROMPTS[1])
+    score = jax.jit(step)
+    for _ in range(6):
+        # One program: what follows a token does not change its logits.
+        padded = np.array([sequence + [0] * (16 - len(sequence))], np.int32)
+        sequence.append(int(score(weights, padded, None, None)[0][0, len(sequence) - 1].argmax()))
+    assert tokens_of(generate(make_decoding(), [PROMPTS[1]], max_new_tokens=6)) == [sequence[9:]]
+
+
+@pytest.mark.parametrize("capacity", [16, 17, 64])
+def test_a_capacity_changes_no_token(capacity: int):
+    (usual,) = generate(make_decoding(), [PROMPTS[2]], max_new_tokens=12)
+    (row,) = generate(make_decoding(capacity=capacity), [PROMPTS[2]], max_new_tokens=12)
+    assert row.tokens == usual.tokens
+    assert_close([row.logprobs], [usual.logprobs])
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e4])
+def test_what_unused_slots_hold_changes_no_bit(value: float, monkeypatch: pytest.MonkeyPatch):
+    clean = generate(make_decoding(), PROMPTS, max_new_tokens=12)
+    made = module.make_cache
+    monkeypatch.setattr(module, "make_cache", lambda *arguments: poison(made(*arguments), value))
+    assert generate(make_decoding(), PROMPTS, max_new_tokens=12) == clean
+
+
+def test_a_seeded_row_keeps_its_tokens_in_any_company():
+    seeded = SamplingParams(temperature=0.8, seed=42)
+    other = SamplingParams(temperature=0.8)
+    prompt = PROMPTS[2]
+    companies = [
+        ([prompt], [seeded], [0]),
+        ([prompt, PROMPTS[1]], [seeded, other], [0]),
+        ([PROMPTS[1], prompt], [other, seeded], [1]),
+        ([prompt, prompt], [seeded, seeded], [0, 1]),
+    ]
+    found = set()
+    for seed, (prompts, sampling, rows) in enumerate(companies):
+        generations = generate(make_decoding(), prompts, max_new_tokens=16, sampling=sampling, seed=seed)
+        found |= {generations[row].tokens for row in rows}
+    assert len(found) == 1
+    unlike = generate(make_decoding(), [prompt], max_new_tokens=16, sampling=SamplingParams(temperature=0.8))
+    assert unlike[0].tokens not in found
+
+
+def test_a_stream_brings_what_generate_returns():
+    whole = generate(make_decoding(), PROMPTS, max_new_tokens=12)
+    steps = list(Stream(make_decoding(), PROMPTS, max_new_tokens=12))
+    assert np.transpose([step.tokens for step in steps]).tolist() == tokens_of(whole)
+    np.testing.assert_array_equal(
+        np.transpose([step.logprobs for step in steps]), [row.logprobs for row in whole]
+    )
+    assert steps[-1].finish_reasons == ("length",) * 3
+
+
+def test_a_stream_is_silent_of_a_row_that_has_ended():
+    steps = list(Stream(make_counting(stop_ids=(10,)), [[8], [1]], max_new_tokens=4))
+    assert [step.tokens for step in steps] == [(9, 2), (10, 3), (None, 4), (None, 5)]
+    assert steps[1].finish_reasons == ("stop", None)
+
+
+def test_a_stopped_row_leaves_the_others_running():
+    stream, seen = Stream(make_counting(), [[1], [20]], max_new_tokens=5), []
+    for step in stream:
+        seen.append(step.tokens)
+        if len(seen) == 2:
+            stream.stop(0)
+    assert seen == [(2, 21), (3, 22), (None, 23), (None, 24), (None, 25)]
+
+
+def test_twenty_prompt_lengths_compile_a_handful_of_programs():
+    decoding = make_counting(stop_ids=(10,))
+    # A step function of its own: nothing is compiled for it yet.
+    decoding = Decoding(lambda *arguments: count_up(*arguments), (), decoding.spec, VOCAB_SIZE)
+    before = prefill._cache_size(), decode._cache_size()
+    for length in range(1, 21):
+        generate(decoding, [[1] * length], max_new_tokens=4)
+    # Widths 16 and 64, and the capacities 4, 8, 16 and 32.
+    assert prefill._cache_size() - before[0] <= 5
+    assert decode._cache_size() - before[1] <= 4
+
+
+def test_logits_that_are_not_finite_are_refused():
+    def broken(weights, tokens, cache, batch):
+        return jnp.full((tokens.shape[0], VOCAB_SIZE), jnp.nan), cache
+
+    with pytest.raises(ValueError, match="must be finite, got NaN or infinity in sequence 0"):
+        generate(Decoding(broken, (), make_counting().spec, VOCAB_SIZE), [[1]], max_new_tokens=2)
+
+
+def test_a_prompt_that_just_fits_is_decoded_and_one_token_more_is_refused():
+    decoding = make_counting(capacity=6)
+    (row,) = generate(decoding, [[1] * 5], max_new_tokens=2)
+    assert len(row.tokens) == 2
+    with pytest.raises(
+        ValueError, match="a prompt of 6 tokens and 2 new ones need a capacity of 7 tokens, got 6"
+    ):
+        generate(decoding, [[1] * 6], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"max_new_tokens": 1, "sampling": [SamplingParams()] * 3}, "one a prompt, got 3 for 2 prompts"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        generate(make_counting(), [[1], [2]], **options)
