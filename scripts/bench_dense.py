@@ -49,7 +49,7 @@ def forms(weight: np.ndarray, rows: int) -> dict[str, Callable[[], jax.Array]]:
     plain = [jnp.asarray(weight + 0) for _ in range(copies)]
     made = {
         "x @ w": cycle(lambda x, w: x[:, 0] @ w, x, [w.T + 0 for w in plain]),
-        "x @ w.T": cycle(lambda x, w: x[:, 0] @ w.T, x, plain),
+        "x @ w.T": cycle(lambda x, w: jax.lax.dot_general(x, w, (((2,), (1,)), ((), ()))), x, plain),
         "(w @ x.T).T": cycle(lambda x, w: jax.lax.optimization_barrier(w @ x[:, 0].T).T, x, plain),
     }
     if rows == 1:
