@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.cache import Cache
@@ -92,8 +93,25 @@ def score_chunk(
     """Return each target's negative log-likelihood, logits if kept, and the cache. Consumes `cache`."""
     cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
     logits, cache = step(weights, tokens, cache, batch)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen, logits if keep_logits else None, cache
+    return _losses(logits, targets), logits if keep_logits else None, cache
+
+
+def _losses(
+    logits: Float[Array, "seq time vocab"], targets: Int[Array, "seq time"]
+) -> Float[Array, "seq time"]:
+    """Return each target's negative log-likelihood; on Explicit axes the compiler places what is between."""
+
+    def losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+    placement = jax.typeof(logits).sharding
+    axes = placement.mesh.explicit_axes
+    if not axes:
+        return losses(logits, targets)
+    rows = NamedSharding(placement.mesh, PartitionSpec(*placement.spec[:2]))
+    placed: Any = jax.sharding.auto_axes(losses, axes=axes, out_sharding=rows)
+    return placed(logits, targets)
 
 
 def _columns(tokens: Int[np.ndarray, "seq time"], start: int, width: int) -> Int[Array, "seq {width}"]:

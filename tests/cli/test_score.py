@@ -52,6 +52,12 @@ def test_the_first_tokens_alone_are_scored(run_jkv, tiny, reference, tokens_file
     )
 
 
+def test_a_mesh_changes_nothing(run_json, tiny, reference, tokens_file):
+    mesh = ("--mesh.axes", "data", 2, "model", 2, "--mesh.axis-types", "explicit")
+    (shown,) = run_json("score", "--model", tiny, "--tokens", tokens_file, *mesh, "--json")
+    assert relative_error(np.array(shown["nll"]), expected_nll(reference)) < 1e-4
+
+
 @pytest.mark.parametrize(
     ("arrays", "flags", "message"),
     [
