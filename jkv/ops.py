@@ -93,15 +93,17 @@ def attend(
 
     def local(query: Any, key: Any, value: Any, pool: Pool, batch: TokenBatch, layer: Any, sinks: Any):
         offset = layer * pool.num_pages
-        if key is not None:
-            pool = pool.replace(
-                keys=page_write.xla(pool.keys, key, batch.slots[group], page_offset=offset),
-                values=page_write.xla(pool.values, value, batch.slots[group], page_offset=offset),
-            )
         arguments = PagedArguments(
             query, pool.keys, pool.values, pool.page_table, batch.starts, batch.lens, offset
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
+        if key is not None:
+            _check_rows(key, value, pool)
+            pool = pool.replace(
+                keys=page_write.xla(pool.keys, key, batch.slots[group], page_offset=offset),
+                values=page_write.xla(pool.values, value, batch.slots[group], page_offset=offset),
+            )
+            arguments = arguments._replace(key_pool=pool.keys, value_pool=pool.values)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, _ = getattr(paged_attention, chosen)(
             arguments,
@@ -119,6 +121,17 @@ def attend(
     out, pool = call(query, key, value, cache.pools[group], batch, jnp.asarray(layer, jnp.int32), sinks)
     pools = tuple(pool if i == group else other for i, other in enumerate(cache.pools))
     return out, cache.replace(pools=pools)
+
+
+def _check_rows(key: jax.Array, value: jax.Array, pool: Pool) -> None:
+    """Refuse keys and values whose heads are not the pool's."""
+    _, num_heads, _, head_dim = pool.keys.shape
+    for name, rows in (("keys", key), ("values", value)):
+        if rows.shape[2:] != (num_heads, head_dim):
+            raise ValueError(
+                f"{name} must have the cache's KV heads and head_dim, {(num_heads, head_dim)}, "
+                f"got {rows.shape[2:]}"
+            )
 
 
 def causal_attention(

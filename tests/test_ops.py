@@ -1,0 +1,97 @@
+"""The one door to the kernels: choice of implementation, gradients, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jkv import ops
+from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheGroup, CacheSpec
+
+from .compare import assert_close
+from .poison import poison
+
+ROWS, TIME, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 5, 4, 2, 8
+
+
+def make_cache() -> Cache:
+    spec = CacheSpec.create([CacheGroup(2, NUM_KV_HEADS, HEAD_DIM)], page_size=2)
+    return poison(Cache.dense(spec, num_sequences=ROWS, capacity=8))
+
+
+def make_heads(num_heads: int, head_dim: int = HEAD_DIM, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (ROWS, TIME, num_heads, head_dim))
+
+
+def attend(query, key, value, where: tuple = (0, 1), **options):
+    """Write and attend in one step over an empty cache."""
+
+    @jax.jit
+    def run(query, key, value, cache):
+        cache, batch = cache.begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
+        return ops.attend(query, key, value, cache, where, batch, scale=HEAD_DIM**-0.5, **options)
+
+    return run(query, key, value, make_cache())
+
+
+def make_rows() -> tuple[jax.Array, jax.Array, jax.Array]:
+    return make_heads(NUM_HEADS), make_heads(NUM_KV_HEADS, seed=1), make_heads(NUM_KV_HEADS, seed=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 2}, {"soft_cap": 1.0}, {"sinks": jnp.array([0.0, 1.0, 2.0, -1.0])}],
+    ids=["plain", "window", "soft_cap", "sinks"],
+)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_attention_through_a_cache_is_that_without_one(implementation: str, options: dict):
+    rows = make_rows()
+    out, _ = attend(*rows, implementation=implementation, **options)
+    expected, cache = ops.attend(*rows, scale=HEAD_DIM**-0.5, **options)
+    assert cache is None
+    assert_close(out, expected)
+
+
+def test_a_traced_layer_index_is_the_layer():
+    rows = make_rows()
+    static, traced = attend(*rows), attend(*rows, where=(0, jnp.int32(1)))
+    assert_close(traced[0], static[0])
+
+
+def test_a_read_alone_writes_nothing():
+    query, key, value = make_rows()
+
+    @jax.jit
+    def run(cache):
+        cache, batch = cache.begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
+        first, written = ops.attend(query, key, value, cache, (0, 0), batch, scale=1.0)
+        second, read = ops.attend(query, None, None, written, (0, 0), batch, scale=1.0)
+        return first, second, written, read
+
+    first, second, written, read = run(make_cache())
+    assert_close(second, first)
+    for before, after in zip(jax.tree.leaves(written), jax.tree.leaves(read), strict=True):
+        assert before.tobytes() == after.tobytes()
+
+
+def test_an_implementation_is_named_or_left_to_the_platform():
+    assert ops.choose("auto") in ("xla", "reference")
+    assert ops.choose("reference") == "reference"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "where", "message"),
+    [
+        (make_heads(2), None, (0, 0), "given together or not at all"),
+        (make_heads(2), make_heads(2), (1, 0), r"cache group must be in \[0, 1\), got 1"),
+        (make_heads(1), make_heads(1), (0, 0), r"keys must have .* \(2, 8\), got \(1, 8\)"),
+    ],
+)
+def test_a_call_that_cannot_be_computed_is_refused(key, value, where, message: str):
+    with pytest.raises(ValueError, match=message):
+        attend(make_heads(NUM_HEADS), key, value, where)
+
+
+def test_attention_without_keys_or_a_cache_is_refused():
+    with pytest.raises(ValueError, match="needs keys and values"):
+        ops.attend(make_heads(NUM_HEADS), None, None, scale=1.0)
