@@ -1,0 +1,97 @@
+"""The decoder: which rows get logits, what its switches add, and its cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jkv.cache.cache import Cache
+from jkv.layers.rope import RopeConfig
+from jkv.models.decoder import Decoder, cache_spec
+from jkv.models.families import ModelConfig
+from jkv.models.step import split_model
+
+from ..compare import assert_close
+from ..poison import poison
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=32,
+    num_layers=2,
+    embed_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=24,
+    norm_eps=1e-6,
+    rope=RopeConfig(dim=8),
+    max_length=64,
+    windows=(None, 4),
+)
+TOKENS = jnp.array([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 0, 0]], jnp.int32)
+LENS = jnp.array([6, 4], jnp.int32)
+
+
+def make_model(**changes) -> Decoder:
+    return Decoder(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0))
+
+
+def cached_logits(model: Decoder, outputs: str) -> jax.Array:
+    spec = cache_spec(model.config, page_size=4, codec="f32")
+    cache = poison(Cache.dense(spec, num_sequences=2, capacity=8))
+    step, weights = split_model(model)
+
+    @jax.jit
+    def run(weights, cache):
+        cache, batch = cache.begin(LENS, time=6, outputs=outputs)
+        return step(weights, TOKENS, cache, batch)[0]
+
+    return run(weights, cache)
+
+
+def test_the_last_rows_logits_are_those_of_all_rows():
+    model = make_model()
+    last, every = cached_logits(model, "last"), cached_logits(model, "all")
+    assert every.shape == (2, 6, 32)
+    assert_close(last, jnp.stack([every[0, 5], every[1, 3]]))
+
+
+def test_padding_of_a_row_gives_finite_logits():
+    assert jnp.isfinite(cached_logits(make_model(), "all")).all()
+
+
+@pytest.mark.parametrize(
+    ("switch", "names"),
+    [
+        ({"has_qk_norm": True}, {"q_norm.scale", "k_norm.scale"}),
+        ({"has_qkv_bias": True}, {"q_proj.bias", "k_proj.bias", "v_proj.bias"}),
+        ({"has_output_bias": True}, {"o_proj.bias"}),
+        ({"has_mlp_bias": True}, {"gate_proj.bias", "up_proj.bias", "down_proj.bias"}),
+    ],
+)
+def test_a_switch_adds_its_parameters_and_no_others(switch: dict, names: set[str]):
+    def parameters(model: Decoder) -> set[str]:
+        return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+
+    added = parameters(make_model(**switch)) - parameters(make_model())
+    assert {".".join(name.split(".")[-2:]) for name in added} == names
+
+
+def test_a_tied_head_is_the_embedding():
+    model = make_model(is_tied=True)
+    assert model.lm_head is None
+    assert_close(model(TOKENS)[0], model.embed.attend(model.norm(run_layers(model))), tolerance=1e-6)
+
+
+def run_layers(model: Decoder) -> jax.Array:
+    x = model.embed(TOKENS)
+    for layer in model.layers:
+        x, _ = layer(x)
+    return x
+
+
+def test_a_cache_has_the_models_layers_and_heads():
+    (group,) = cache_spec(CONFIG, page_size=4, codec="bf16").groups
+    assert (group.num_layers, group.num_kv_heads, group.head_dim, group.codec) == (2, 1, 8, "bf16")
