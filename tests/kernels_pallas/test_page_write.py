@@ -1,0 +1,43 @@
+"""Page writes: each row in its slot, and nothing anywhere else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import page_write
+
+NUM_LAYERS, NUM_PAGES, NUM_HEADS, PAGE_SIZE, HEAD_DIM = 3, 4, 2, 5, 8
+
+
+def write(slots: list[list[int]], layer: int = 1, dtype=jnp.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Write normal rows into a pool of NaN; return the pool and what a loop over slots gives."""
+    places = np.array(slots, np.int32)
+    rows = jax.random.normal(jax.random.key(0), (*places.shape, NUM_HEADS, HEAD_DIM))
+    pool = jnp.full((NUM_LAYERS * NUM_PAGES, NUM_HEADS, PAGE_SIZE, HEAD_DIM), jnp.nan, dtype)
+    expected = np.array(pool)
+    for index, place in np.ndenumerate(places):
+        if place >= 0:
+            page, slot = divmod(int(place), PAGE_SIZE)
+            expected[layer * NUM_PAGES + page, :, slot] = rows[index].astype(dtype)
+    offset = jnp.int32(layer * NUM_PAGES)
+    return np.asarray(jax.jit(page_write.xla)(pool, rows, places, page_offset=offset)), expected
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("slots", [[[7]], [[0]], [[19]], [[3, 4, 5], [19, 0, 1]], [[12], [2]]], ids=str)
+def test_rows_land_in_their_slots_of_their_layer_alone(slots: list[list[int]], layer: int):
+    got, expected = write(slots, layer)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("slots", [[[-1]], [[-1, 6, -1], [-1, -1, -1]]], ids=str)
+def test_rows_without_a_slot_are_dropped(slots: list[list[int]]):
+    got, expected = write(slots)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_rows_are_rounded_to_the_pools_dtype():
+    got, expected = write([[3, 4, 5]], dtype=jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
