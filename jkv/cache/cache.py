@@ -57,7 +57,7 @@ class TokenBatch(State):
         """Index in `time` of each sequence's last new token; 0 for an idle row."""
         return jnp.maximum(self.lens - 1, 0)
 
-    def select(self, x: Float[Array, "seq time *rest"]) -> Float[Array, "seq *rest"]:
+    def select(self, x: Float[Array, "seq time *rest"]) -> Float[Array, "seq *time_rest"]:
         """Return what `outputs` asks for: `x` at each sequence's last new token, or all of `x`."""
         if self.outputs == "all":
             return x

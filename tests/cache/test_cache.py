@@ -185,6 +185,14 @@ def test_idle_rows_of_a_step_have_no_tokens():
     assert batch.last.tolist() == [1, 0, 2]
 
 
+def test_a_batch_selects_each_rows_last_token_or_all():
+    x, lens = make_rows(3, 4), jnp.array([2, 0, 4], jnp.int32)
+    _, last = make_cache(rows=3).begin(lens, time=4)
+    _, every = make_cache(rows=3).begin(lens, time=4, outputs="all")
+    np.testing.assert_array_equal(last.select(x), x[jnp.arange(3), jnp.array([1, 0, 3])])
+    np.testing.assert_array_equal(every.select(x), x)
+
+
 def test_no_two_leaves_share_a_buffer():
     cache = make_cache(rows=2, num_layers=2)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
