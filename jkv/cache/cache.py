@@ -4,6 +4,7 @@ Knows nothing of attention: it gives new tokens their places and says what did n
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -106,11 +107,7 @@ class Cache(State):
             sharding.check_divides("seq", num_sequences)
             for group in spec.groups:
                 sharding.check_divides("kv_head", group.num_kv_heads)
-        make = functools.partial(_empty_dense, spec, num_sequences, capacity, sharding)
-        if sharding is None:
-            return jax.jit(make)()
-        placement = cache_sharding(jax.eval_shape(make), sharding)
-        return jax.jit(make, out_shardings=placement)()
+        return _dense_maker(spec, num_sequences, capacity, sharding)()
 
     def begin(
         self, lens: Int[Array, " seq"], *, time: int, outputs: Outputs = "last"
@@ -165,6 +162,16 @@ def _slots(
     pages = jnp.take_along_axis(pool.page_table, jnp.where(in_table, logical, 0), axis=1)
     is_kept = in_table & (pages >= 0) & (pages < pool.num_pages)
     return jnp.where(is_kept, pages * page_size + jax.lax.rem(positions, jnp.int32(page_size)), -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _dense_maker(
+    spec: CacheSpec, num_sequences: int, capacity: int, sharding: Sharding | None
+) -> Callable[[], Cache]:
+    """Return the program that makes an empty cache where it lives, compiled once for each form."""
+    make = functools.partial(_empty_dense, spec, num_sequences, capacity, sharding)
+    placement = None if sharding is None else cache_sharding(jax.eval_shape(make), sharding)
+    return jax.jit(make, out_shardings=placement)
 
 
 def _empty_dense(spec: CacheSpec, num_sequences: int, capacity: int, sharding: Sharding | None) -> Cache:
