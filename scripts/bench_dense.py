@@ -50,7 +50,12 @@ def forms(weight: np.ndarray, rows: int) -> dict[str, Callable[[], jax.Array]]:
     made = {
         "x @ w": cycle(lambda x, w: x[:, 0] @ w, x, [w.T + 0 for w in plain]),
         "x @ w.T": cycle(lambda x, w: jax.lax.dot_general(x, w, (((2,), (1,)), ((), ()))), x, plain),
-        "(w @ x.T).T": cycle(lambda x, w: jax.lax.optimization_barrier(w @ x[:, 0].T).T, x, plain),
+        # Half a round away, or it would find in the cache what the form before it has just read.
+        "(w @ x.T).T": cycle(
+            lambda x, w: jax.lax.optimization_barrier(w @ x[:, 0].T).T,
+            x,
+            plain[copies // 2 :] + plain[: copies // 2],
+        ),
     }
     if rows == 1:
         for name, make in (("int8", Int8Weight), ("int4", Int4Weight)):
