@@ -62,8 +62,9 @@ def test_top_p_keeps_the_shortest_prefix_that_reaches_p(rows, p):
             assert_is_nucleus(row, kept, limit)
 
 
+# XLA flushes subnormal numbers to zero, and a `p` of zero keeps all.
 @MANY
-@given(ROWS, st.floats(0, 1, width=32))
+@given(ROWS, st.floats(0, 1, width=32, allow_subnormal=False))
 def test_min_p_keeps_tokens_near_the_likeliest(rows, p):
     rows[:, 7] = np.where(np.isneginf(rows).all(-1), 0, rows[:, 7])
     filtered = np.asarray(min_p(rows, jnp.array([p, p])))
