@@ -1,9 +1,11 @@
-"""Times SmolLM2 in jkv beside Hugging Face transformers in one run, and prints the ratios.
+"""Times SmolLM2 in jkv beside Hugging Face transformers and llama.cpp in one run, and prints the ratios.
 
-    python scripts/bench_peers.py --hf-python PATH_OF_A_PYTHON_WITH_TORCH_AND_TRANSFORMERS
+    python scripts/bench_peers.py --hf-python PYTHON_WITH_TORCH_AND_TRANSFORMERS
+        [--llama-python PYTHON_WITH_LLAMA_CPP_PYTHON]
 
-Both get the same dequantized weights, prompts of 64 random tokens and 64 new ones. The systems take turns, so
-that a noisy machine slows all of them; the machine's own limits are measured beside them.
+Prompts are 64 random tokens, with 64 new ones. transformers gets the dequantized weights, llama.cpp the file
+itself, at batch 1 only. The systems take turns, so that a noisy machine slows all of them; the machine's own
+limits are measured beside them.
 """
 
 import argparse
@@ -23,12 +25,16 @@ from safetensors.numpy import save_file
 
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
+from jkv.layers.dense import dense
+from jkv.layers.quantized import WeightCodec
 from jkv.models.decoder import cache_spec
 from jkv.models.load import LanguageModel, load_model
+from jkv.models.weights.locate import resolve_model
 from jkv.models.weights.model import open_model
 from jkv.models.weights.rules import tensor_rules
 
 PROMPT, NEW = 64, 64
+CODECS: dict[str, WeightCodec | None] = {"float32": None, "int8": "int8", "int4": "int4"}
 
 
 def main() -> None:
@@ -36,6 +42,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hf-python", required=True, help="interpreter that has torch and transformers")
+    parser.add_argument(
+        "--llama-python", help="interpreter that has llama_cpp; llama.cpp is left out without"
+    )
     parser.add_argument("--batch", default="1,16")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -43,23 +52,34 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     batches = [int(size) for size in arguments.batch.split(",")]
-    ours = {name: load_as(name) for name in arguments.weights.split(",")}
+    base = load_as("float32")
+    ours = {name: base if name == "float32" else load_as(name) for name in arguments.weights.split(",")}
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
-        peers = {dtype: Peer(arguments.hf_python, folder, dtype) for dtype in ("float32", "bfloat16")}
+        peers = {
+            f"transformers {dtype}": Peer(arguments.hf_python, _TRANSFORMERS, folder, dtype)
+            for dtype in ("float32", "bfloat16")
+        }
+        if arguments.llama_python and 1 in batches:
+            file = str(resolve_model("smollm2-135m").path)
+            peers["llama.cpp Q4_1"] = Peer(arguments.llama_python, _LLAMA, file)
         for batch in batches:
             systems = {
                 f"jkv {name}": JkvRunner(model, batch)
                 for name, model in ours.items()
                 if batch == 1 or name == "float32"
             }
-            systems |= {f"transformers {dtype}": PeerRunner(peer, batch) for dtype, peer in peers.items()}
-            report(batch, compare(systems, arguments.repeats), limits(batch, ours["float32"]))
+            systems |= {
+                name: PeerRunner(peer, batch)
+                for name, peer in peers.items()
+                if batch == 1 or name.startswith("transformers")
+            }
+            times = compare(systems, arguments.repeats)
+            report(batch, times, limits(batch, base))
 
 
 def load_as(weights: str) -> LanguageModel:
-    codec = weights if weights in ("int8", "int4") else None
-    return load_model("smollm2-135m", weight_codec=codec)
+    return load_model("smollm2-135m", weight_codec=CODECS[weights])
 
 
 def export(folder: Path) -> None:
@@ -116,15 +136,15 @@ class JkvRunner:
 
 
 class Peer:
-    """A transformers process that loads once and times on demand."""
+    """Another system's process, which loads once and times on demand."""
 
-    def __init__(self, python: str, folder: str, dtype: str):
+    def __init__(self, python: str, program: str, *arguments: str):
         # The parent's settings for its own interpreter must not reach another one.
         environment = {
             key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
         }
         self.process = subprocess.Popen(
-            [python, "-c", _PEER, folder, dtype],
+            [python, "-c", program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -135,17 +155,20 @@ class Peer:
         """Return seconds of a prefill and of a decode step."""
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps(prompts(batch)) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        try:
+            self.process.stdin.write(json.dumps(prompts(batch)) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
         if not line:
-            sys.exit("the transformers process ended; its message is above")
+            sys.exit("a peer's process ended; its message is above")
         prefill, step = json.loads(line)
         return prefill, step
 
 
 class PeerRunner:
-    """One timed generation of transformers."""
+    """One timed generation of a peer."""
 
     def __init__(self, peer: Peer, batch: int):
         self.peer, self.batch = peer, batch
@@ -155,7 +178,7 @@ class PeerRunner:
         return self.peer.time(self.batch)
 
 
-_PEER = f"""
+_TRANSFORMERS = f"""
 import json, sys, time, torch
 from transformers import AutoModelForCausalLM
 torch.set_num_threads({os.cpu_count()})
@@ -175,6 +198,29 @@ for line in sys.stdin:
 """
 
 
+_LLAMA = f"""
+import json, sys, time
+import numpy as np
+from llama_cpp import Llama
+threads = {os.cpu_count()}
+model = Llama(sys.argv[1], n_ctx={PROMPT + NEW}, n_threads=threads, n_threads_batch=threads, verbose=False)
+def next_token():
+    return int(np.ctypeslib.as_array(model._ctx.get_logits(), (model.n_vocab(),)).argmax())
+for line in sys.stdin:
+    (tokens,) = json.loads(line)
+    model.reset()
+    start = time.perf_counter()
+    model.eval(tokens)
+    token = next_token()
+    middle = time.perf_counter()
+    for _ in range({NEW - 1}):
+        model.eval([token])
+        token = next_token()
+    end = time.perf_counter()
+    print(json.dumps([middle - start, (end - middle) / {NEW - 1}]), flush=True)
+"""
+
+
 def compare(systems: dict, repeats: int) -> dict[str, list[tuple[float, float]]]:
     """Run the systems in turn, once to warm up and then `repeats` times."""
     for run in systems.values():
@@ -186,16 +232,33 @@ def compare(systems: dict, repeats: int) -> dict[str, list[tuple[float, float]]]
     return times
 
 
-def limits(batch: int, model: LanguageModel) -> tuple[float, float]:
-    """Return the least seconds of a step: bytes over read bandwidth, FLOPs over the GEMM rate at this M."""
+def limits(batch: int, model: LanguageModel) -> dict[str, float]:
+    """Return the seconds that bound a float32 step, and a prefill of all prompts in one chunk."""
+    spec = cache_spec(model.config, page_size=64, codec="f32")
     nbytes = sum(weight.nbytes for weight in model.weights)
+    nbytes += batch * (PROMPT + NEW // 2) * spec.bytes_per_token
     block = jnp.ones((64 << 20,), jnp.float32)
     read = median_seconds(jax.jit(jnp.sum), block) / block.nbytes
-    inner, outer = 1536, 3072
-    x, w = jnp.ones((batch, inner)), jnp.ones((outer, inner))
-    multiply = jax.jit(lambda x, w: jax.lax.dot_general(w, x, (((1,), (1,)), ((), ()))))
-    flop = median_seconds(multiply, x, w) / (2 * batch * inner * outer)
-    return nbytes * read, 2 * batch * nbytes / 4 * flop
+    head, *layers = sorted((w for w in model.weights if w.ndim == 2), key=lambda w: -w.size)
+    return {
+        "to read weights and cache": nbytes * read,
+        "to multiply in a step": multiply_seconds([*layers, head], batch),
+        "to multiply in the prefill": multiply_seconds(layers, batch * PROMPT)
+        + multiply_seconds([head], batch),
+    }
+
+
+def multiply_seconds(weights: list[jax.Array], rows: int) -> float:
+    """Return the seconds of the model's own products, and nothing else, with this many rows."""
+    inputs = {width: jnp.ones((rows, 1, width)) for width in {weight.shape[1] for weight in weights}}
+
+    @jax.jit
+    def products(inputs: dict[int, jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+        # One entry of each, or the paging of all results would be timed; the barrier keeps the products whole.
+        results = (dense(inputs[weight.shape[1]], weight) for weight in weights)
+        return [jax.lax.optimization_barrier(result)[0, 0, 0] for result in results]
+
+    return median_seconds(products, inputs, weights)
 
 
 def median_seconds(function, *arguments) -> float:
@@ -208,12 +271,11 @@ def median_seconds(function, *arguments) -> float:
     return statistics.median(times)
 
 
-def report(batch: int, times: dict[str, list[tuple[float, float]]], limit: tuple[float, float]) -> None:
+def report(batch: int, times: dict[str, list[tuple[float, float]]], limit: dict[str, float]) -> None:
     print(
         f"\nbatch {batch}, prompt {PROMPT}, {NEW} new tokens, {os.cpu_count()} cores, jax {jax.__version__}"
     )
-    least = [f"{seconds * 1e3:.1f} ms" for seconds in limit]
-    print(f"limit of a float32 step: {least[0]} to read the weights, {least[1]} to multiply")
+    print("float32 limits: " + ", ".join(f"{1e3 * seconds:.1f} ms {what}" for what, seconds in limit.items()))
     base = times["transformers float32"]
     header = ("system", "prefill tok/s", "step ms", "least", "prefill ratio", "step ratio")
     print("{:24}{:>14}{:>10}{:>8}{:>15}{:>12}".format(*header))

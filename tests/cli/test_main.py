@@ -19,6 +19,12 @@ def test_the_version_is_printed(run_jkv):
     assert run_jkv("--version") == f"jkv {jkv.__version__}\n"
 
 
+def test_the_package_runs_as_a_program():
+    command = [sys.executable, "-m", "jkv", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == f"jkv {jkv.__version__}\n"
+
+
 def test_an_unknown_verb_is_refused_with_the_nearest(refusal):
     assert refusal("genrate") == "jkv: 'genrate' is not a verb (did you mean \"generate\"?)"
 

@@ -94,11 +94,14 @@ def test_a_text_is_scored_by_its_tokens(run_json, talking_tiny, tmp_path):
 
 
 @pytest.mark.model
-def test_smollm2_s_perplexity_is_the_reference_s(run_json, tmp_path):
+@pytest.mark.parametrize(
+    ("count", "perplexity"), [(512, 49.017), pytest.param(2048, 34.887, marks=pytest.mark.gate)]
+)
+def test_smollm2_s_perplexity_is_the_reference_s(run_json, tmp_path, count, perplexity):
     path = tmp_path / "tokens.npz"
     with np.load(SMOLLM2 / "reference.npz") as arrays:
-        np.savez(path, tokens=arrays["text_ids"][None, :512])
-        nll = arrays["nll_512"]
+        np.savez(path, tokens=arrays["text_ids"][None, :count])
+        nll = arrays[f"nll_{count}"]
     (shown,) = run_json("score", "--model", "smollm2-135m", "--tokens", path, "--json")
-    assert shown["perplexity"] == pytest.approx(49.017, rel=1e-3)
+    assert shown["perplexity"] == pytest.approx(perplexity, rel=1e-3)
     assert relative_error(np.array(shown["nll"]), nll[None]) < 1e-4
