@@ -254,7 +254,7 @@ def multiply_seconds(weights: list[jax.Array], rows: int) -> float:
 
     @jax.jit
     def products(inputs: dict[int, jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
-        # One entry of each, or the paging of all results would be timed; the barrier keeps the products whole.
+        # One entry of each, or the paging of all results would be timed; the barrier keeps products whole.
         results = (dense(inputs[weight.shape[1]], weight) for weight in weights)
         return [jax.lax.optimization_barrier(result)[0, 0, 0] for result in results]
 
