@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jkv.cache.cache import Cache, Pool, TokenBatch
+from jkv.cache.batch import TokenBatch
+from jkv.cache.cache import Cache, Pool, pool_axes
+from jkv.cache.codec import Codec
+from jkv.cache.encoding import Stored, encode, rotate
+from jkv.cache.spec import CacheGroup
 from jkv.sharding import Sharding
 from kernels_pallas import page_write, paged_attention
-from kernels_pallas.paged_attention import PagedArguments, Tiling
+from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
 
 Implementation = Literal["auto", "reference", "xla"]
 Chosen = Literal["reference", "xla"]
@@ -91,19 +95,25 @@ def attend(
     if not 0 <= group < len(cache.pools):
         raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
 
+    spec = cache.spec.groups[group]
+    _check_call(query, key, value, cache, group, window)
+    key_codec, value_codec = spec.codecs
+
     def local(query: Any, key: Any, value: Any, pool: Pool, batch: TokenBatch, layer: Any, sinks: Any):
         offset = layer * pool.num_pages
+        key_scale, value_scale = (_of_layer(scales, layer) for scales in (pool.key_scale, pool.value_scale))
+        if key is not None:
+            pool = _append(pool, (key_codec, value_codec), key, value, batch.slots[group], layer)
         arguments = PagedArguments(
-            query, pool.keys, pool.values, pool.page_table, batch.starts, batch.lens, offset
+            rotate(key_codec, query.astype(jnp.float32)).astype(query.dtype),
+            _pages(pool.keys, key_scale),
+            _pages(pool.values, value_scale),
+            pool.page_table,
+            batch.starts,
+            batch.lens,
+            offset,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        if key is not None:
-            _check_rows(key, value, pool)
-            pool = pool.replace(
-                keys=page_write.xla(pool.keys, key, batch.slots[group], page_offset=offset),
-                values=page_write.xla(pool.values, value, batch.slots[group], page_offset=offset),
-            )
-            arguments = arguments._replace(key_pool=pool.keys, value_pool=pool.values)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, _ = getattr(paged_attention, chosen)(
             arguments,
@@ -114,7 +124,7 @@ def attend(
             sinks=sinks,
             **options,
         )
-        return out, pool
+        return rotate(value_codec, out.astype(jnp.float32), is_inverse=True).astype(query.dtype), pool
 
     call = local if sharding is None else _over_mesh(local, sharding, cache.pools[group], batch)
     query = _refuse_gradient(query)
@@ -123,14 +133,72 @@ def attend(
     return out, cache.replace(pools=pools)
 
 
-def _check_rows(key: jax.Array, value: jax.Array, pool: Pool) -> None:
-    """Refuse keys and values whose heads are not the pool's."""
-    _, num_heads, _, head_dim = pool.keys.shape
+def append(
+    cache: Cache,
+    where: Where,
+    batch: TokenBatch,
+    key: Float[Array, "seq time kv_head head_dim"],
+    value: Float[Array, "seq time kv_head head_dim"],
+) -> Cache:
+    """Write the step's keys and values as `attend` does, and attend to nothing. One device.
+
+    Raises:
+        ValueError: as `attend`.
+    """
+    group, layer = where
+    spec = cache.spec.groups[group]
+    _check_heads(spec, key, value)
+    pool = _append(
+        cache.pools[group], spec.codecs, key, value, batch.slots[group], jnp.asarray(layer, jnp.int32)
+    )
+    return cache.replace(pools=tuple(pool if i == group else other for i, other in enumerate(cache.pools)))
+
+
+def _append(pool: Pool, codecs: tuple[Codec, Codec], key: Any, value: Any, slots: Any, layer: Any) -> Pool:
+    """Encode a step's heads and write them into their slots of a layer."""
+
+    def write(stored: Stored, codec: Codec, heads: Any, scales: Any) -> Stored:
+        offset = layer * pool.num_pages
+        return jax.tree.map(
+            lambda array, rows: page_write.xla(array, rows, slots, page_offset=offset),
+            stored,
+            encode(codec, heads, _of_layer(scales, layer)),
+        )
+
+    return pool.replace(
+        keys=write(pool.keys, codecs[0], key, pool.key_scale),
+        values=write(pool.values, codecs[1], value, pool.value_scale),
+    )
+
+
+def _pages(stored: Stored, scale: Any) -> Pages:
+    return Pages(stored.data, stored.scale if scale is None else scale, stored.zero)
+
+
+def _of_layer(scales: Any, layer: Any) -> Any:
+    """Return a layer's calibrated scales `[kv_head]`."""
+    return None if scales is None else jax.lax.dynamic_index_in_dim(scales, layer, keepdims=False)
+
+
+def _check_call(query: Any, key: Any, value: Any, cache: Cache, group: int, window: int | None) -> None:
+    """Refuse heads that are not the group's, and a window that reaches past what the group keeps."""
+    spec = cache.spec.groups[group]
+    _check_heads(spec, key, value)
+    if query.shape[-1] != spec.head_dim:
+        raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
+    if spec.window is not None and (window is None or window > spec.window):
+        raise ValueError(
+            f"the cache group keeps the latest {spec.window} tokens, so a window of at most that is needed, "
+            f"got {window}"
+        )
+
+
+def _check_heads(spec: CacheGroup, key: Any, value: Any) -> None:
+    sizes = (spec.num_kv_heads, spec.head_dim)
     for name, rows in (("keys", key), ("values", value)):
-        if rows.shape[2:] != (num_heads, head_dim):
+        if rows is not None and rows.shape[2:] != sizes:
             raise ValueError(
-                f"{name} must have the cache's KV heads and head_dim, {(num_heads, head_dim)}, "
-                f"got {rows.shape[2:]}"
+                f"{name} must have the cache's KV heads and head_dim, {sizes}, got {rows.shape[2:]}"
             )
 
 
@@ -174,8 +242,7 @@ def _over_mesh(local: Any, sharding: Sharding, pool: Pool, batch: TokenBatch) ->
     spec = sharding.spec
     rows = spec("seq")
     heads = spec("seq", None, "q_head", None)
-    pages = spec("page", "kv_head", None, None)
-    pool_specs = pool.replace(keys=pages, values=pages, page_table=spec("seq", None))
+    pool_specs = pool_axes(pool, spec)
     table = spec("seq", None)
     slots = tuple(table for _ in batch.slots)
     batch_specs = batch.replace(starts=rows, lens=rows, positions=table, is_valid=table, slots=slots)

@@ -1,14 +1,20 @@
 """Caches whose unowned slots hold what must never be read."""
 
+import jax
 import jax.numpy as jnp
 
 from jkv.cache.cache import Cache
 
 
 def poison(cache: Cache, value: float = jnp.nan) -> Cache:
-    """Return an empty cache with `value` in every slot."""
+    """Return an empty cache with `value` in every slot; the largest number where entries are integers."""
+
+    def fill(array: jax.Array) -> jax.Array:
+        is_integer = jnp.issubdtype(array.dtype, jnp.integer)
+        return jnp.full_like(array, jnp.iinfo(array.dtype).max if is_integer else value)
+
     pools = tuple(
-        pool.replace(keys=jnp.full_like(pool.keys, value), values=jnp.full_like(pool.values, value))
+        pool.replace(keys=jax.tree.map(fill, pool.keys), values=jax.tree.map(fill, pool.values))
         for pool in cache.pools
     )
     return cache.replace(pools=pools)

@@ -4,66 +4,44 @@ Knows nothing of attention: it gives new tokens their places and says what did n
 """
 
 import functools
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.cache.spec import CacheSpec
+from jkv.cache.batch import Outputs, TokenBatch
+from jkv.cache.encoding import Stored
+from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.pytree import State, pytree, static
 from jkv.sharding import Sharding
 
-Outputs = Literal["last", "all"]
-CODEC_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+Scales = Sequence[tuple[Float[Array, "layer kv_head"] | None, Float[Array, "layer kv_head"] | None]]
 
 
 @pytree
 class Pool(State):
     """Pages of one cache group, all its layers in one array, and the table that names them.
 
-    Layer `i` owns pages `[i * num_pages, (i + 1) * num_pages)` of each shard.
-    """
-
-    keys: Float[Array, "page kv_head slot head_dim"]
-    values: Float[Array, "page kv_head slot head_dim"]
-    page_table: Int[Array, "seq max_pages"]
-    num_pages: int = static()
-
-
-@pytree
-class TokenBatch(State):
-    """The new tokens of one step, padded per sequence to `time`; made by `Cache.begin`.
+    Layer `i` owns pages `[i * num_pages, (i + 1) * num_pages)` of each shard. Page `p` of a sequence is named
+    in column `p` of the table, modulo its width: a window's table is as wide as the pages that it keeps.
 
     Attributes:
-        starts: tokens that each sequence held before the step.
-        lens: new tokens of each sequence; 0 for an idle or refused row.
-        positions: place of each token in its sequence.
-        is_valid: False for padding, which writes nothing and attends to nothing.
-        slots: for each cache group, each token's place among its layer's pages, `page * page_size + slot`;
-            -1 where it is not stored.
-        outputs: the rows whose logits a model computes: each sequence's last new token, or all.
+        keys: arrays whose leading axes are page, KV head and slot.
+        values: the same of values.
+        page_table: pages of each sequence, in `[0, num_pages)`; another number names none.
+        key_scale: calibrated scales of keys, where their codec is static.
+        value_scale: those of values.
+        num_pages: pages that one layer owns in a shard.
     """
 
-    starts: Int[Array, " seq"]
-    lens: Int[Array, " seq"]
-    positions: Int[Array, "seq time"]
-    is_valid: Bool[Array, "seq time"]
-    slots: tuple[Int[Array, "seq time"], ...]
-    outputs: Outputs = static(default="last")
-
-    @property
-    def last(self) -> Int[Array, " seq"]:
-        """Index in `time` of each sequence's last new token; 0 for an idle row."""
-        return jnp.maximum(self.lens - 1, 0)
-
-    def select(self, x: Float[Array, "seq time *rest"]) -> Float[Array, "seq *time_rest"]:
-        """Return what `outputs` asks for: `x` at each sequence's last new token, or all of `x`."""
-        if self.outputs == "all":
-            return x
-        index = self.last.reshape(-1, *([1] * (x.ndim - 1)))
-        return jnp.take_along_axis(x, index, axis=1)[:, 0]
+    keys: Stored
+    values: Stored
+    page_table: Int[Array, "seq max_pages"]
+    key_scale: Float[Array, "layer kv_head"] | None
+    value_scale: Float[Array, "layer kv_head"] | None
+    num_pages: int = static()
 
 
 @pytree
@@ -73,6 +51,7 @@ class Cache(State):
     Attributes:
         pools: one for each group of `spec`.
         lengths: tokens written to each sequence.
+        peaks: the most tokens that each sequence has held; a window has overwritten what lies too far behind.
         num_dropped: tokens that were refused because they did not fit, since the cache was made.
         spec: sizes and codecs.
         capacity: tokens that a sequence may hold.
@@ -80,13 +59,20 @@ class Cache(State):
 
     pools: tuple[Pool, ...]
     lengths: Int[Array, " seq"]
+    peaks: Int[Array, " seq"]
     num_dropped: Int[Array, " seq"]
     spec: CacheSpec = static()
     capacity: int = static()
 
     @classmethod
     def dense(
-        cls, spec: CacheSpec, *, num_sequences: int, capacity: int, sharding: Sharding | None = None
+        cls,
+        spec: CacheSpec,
+        *,
+        num_sequences: int,
+        capacity: int,
+        scales: Scales | None = None,
+        sharding: Sharding | None = None,
     ) -> "Cache":
         """Return an empty cache in which every sequence owns consecutive pages for `capacity` tokens.
 
@@ -94,36 +80,100 @@ class Cache(State):
             spec: sizes and codecs.
             num_sequences: rows of the batch.
             capacity: tokens that a sequence may hold; storage is rounded up to whole pages.
+            scales: for each group the scales of keys and values, where their codec is static.
             sharding: where the arrays are born; nothing is ever materialized whole.
 
         Raises:
-            ValueError: a size is not positive, or the mesh does not divide it.
+            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
         """
         if num_sequences < 1 or capacity < 1:
             raise ValueError(
                 f"a dense cache needs at least one sequence and one token, got {num_sequences} and {capacity}"
             )
-        if sharding is not None:
-            sharding.check_divides("seq", num_sequences)
-            for group in spec.groups:
-                sharding.check_divides("kv_head", group.num_kv_heads)
-        return _dense_maker(spec, num_sequences, capacity, sharding)()
+        _check_mesh(spec, num_sequences, sharding)
+        make = _maker(spec, num_sequences, capacity, None, sharding)
+        return make(_check_scales(spec, scales))
+
+    @classmethod
+    def paged(
+        cls,
+        spec: CacheSpec,
+        *,
+        num_sequences: int,
+        capacity: int,
+        num_pages: Sequence[int],
+        scales: Scales | None = None,
+        sharding: Sharding | None = None,
+    ) -> "Cache":
+        """Return an empty cache whose sequences own no page yet; see `assign`.
+
+        Args:
+            spec: sizes and codecs.
+            num_sequences: rows of the batch.
+            capacity: tokens that a sequence may hold; the width of the tables follows from it.
+            num_pages: pages of each group, that all sequences share; on a mesh, those of each shard of them.
+            scales: as `dense`.
+            sharding: as `dense`.
+
+        Raises:
+            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
+        """
+        if num_sequences < 1 or capacity < 1 or min(num_pages, default=0) < 1:
+            raise ValueError(
+                "a paged cache needs at least one sequence, one token and one page, "
+                f"got {num_sequences}, {capacity} and {tuple(num_pages)}"
+            )
+        if len(num_pages) != len(spec.groups):
+            raise ValueError(
+                f"num_pages must have one entry a group, got {len(num_pages)} for {len(spec.groups)}"
+            )
+        _check_mesh(spec, num_sequences, sharding)
+        make = _maker(spec, num_sequences, capacity, tuple(num_pages), sharding)
+        return make(_check_scales(spec, scales))
+
+    def assign(self, tables: Sequence[Int[Array, "seq max_pages"]]) -> "Cache":
+        """Return the cache with other page tables, one a group; -1 is no page.
+
+        Raises:
+            ValueError: a table's shape is not that of the one it replaces.
+        """
+        shapes = [pool.page_table.shape for pool in self.pools]
+        if [table.shape for table in tables] != shapes:
+            raise ValueError(
+                f"page tables must have the shapes {shapes}, got {[table.shape for table in tables]}"
+            )
+        pairs = zip(self.pools, tables, strict=True)
+        return self.replace(
+            pools=tuple(pool.replace(page_table=jnp.asarray(table, jnp.int32)) for pool, table in pairs)
+        )
 
     def begin(
         self, lens: Int[Array, " seq"], *, time: int, outputs: Outputs = "last"
     ) -> tuple["Cache", TokenBatch]:
         """Open a step that adds `lens` tokens to each sequence, and return the advanced cache and the batch.
 
-        A row whose tokens do not all fit is refused whole: it adds nothing, and `num_dropped` counts it.
+        A row whose tokens do not all fit, in its capacity and in the pages that its tables name, is refused
+        whole: it adds nothing, and `num_dropped` counts it.
 
         Args:
             lens: new tokens of each sequence, at most `time`.
             time: width that the step's rows are padded to.
             outputs: see `TokenBatch`.
+
+        Raises:
+            ValueError: `time` is more than the `max_chunk` that the windows keep room for.
         """
+        if time > self.spec.max_chunk and any(self.is_ring(group) for group in range(len(self.pools))):
+            raise ValueError(
+                f"a step must have at most max_chunk = {self.spec.max_chunk} tokens a sequence where a group "
+                f"has a window, got {time}"
+            )
         lens = jnp.clip(lens, 0, time)
         starts = self.lengths
-        accepted = jnp.where(starts + lens <= self.capacity, lens, 0)
+        is_fitting = starts + lens <= self.capacity
+        for group in range(len(self.pools)):
+            is_fitting &= starts + lens <= self._room(group)
+        accepted = jnp.where(is_fitting, lens, 0)
         steps = jnp.arange(time, dtype=jnp.int32)[None]
         positions = starts[:, None] + steps
         is_valid = steps < accepted[:, None]
@@ -137,59 +187,165 @@ class Cache(State):
         )
         # Computed once: XLA's CPU backend would repeat this arithmetic inside every layer's fusions.
         batch = jax.lax.optimization_barrier(batch)
-        return self.replace(lengths=starts + accepted, num_dropped=self.num_dropped + lens - accepted), batch
+        cache = self.replace(
+            lengths=starts + accepted,
+            peaks=jnp.maximum(self.peaks, starts + accepted),
+            num_dropped=self.num_dropped + lens - accepted,
+        )
+        return cache, batch
 
     def truncate(self, lengths: Int[Array, " seq"]) -> "Cache":
-        """Return the cache with each sequence cut to at most `lengths` tokens; negative counts as 0."""
-        return self.replace(lengths=jnp.minimum(self.lengths, jnp.maximum(lengths, 0)))
+        """Return the cache with each sequence cut to at most `lengths` tokens; negative counts as 0.
+
+        A sequence is left as it is where a window has overwritten what the shorter one would see.
+        """
+        shorter = jnp.minimum(self.lengths, jnp.maximum(lengths, 0))
+        can_cut = jnp.ones_like(shorter, bool)
+        for index, (pool, group) in enumerate(zip(self.pools, self.spec.groups, strict=True)):
+            if self.is_ring(index):
+                assert group.window is not None
+                oldest = self.peaks - pool.page_table.shape[1] * self.spec.page_size
+                can_cut &= jnp.maximum(shorter - group.window + 1, 0) >= oldest
+        return self.replace(lengths=jnp.where(can_cut | (shorter == 0), shorter, self.lengths))
+
+    def is_ring(self, group: int) -> bool:
+        """Whether a group's tables name fewer slots than a sequence may hold, and so are used in turn."""
+        width = self.pools[group].page_table.shape[1]
+        return self.spec.groups[group].window is not None and width * self.spec.page_size < self.capacity
+
+    def _room(self, group: int) -> Int[Array, " seq"]:
+        """Return the tokens that the pages of each sequence's table have room for."""
+        pool = self.pools[group]
+        is_page = (pool.page_table >= 0) & (pool.page_table < pool.num_pages)
+        num_leading = jnp.cumprod(is_page, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+        room = num_leading * self.spec.page_size
+        if self.is_ring(group):
+            return jnp.where(num_leading == is_page.shape[1], self.capacity, room)
+        return room
 
 
 def cache_sharding(cache: Cache, sharding: Sharding) -> Cache:
     """Return a cache-shaped tree of NamedShardings: pages go with their sequences, heads over their axis."""
-    pool = sharding.named("page", "kv_head", None, None)
     rows = sharding.named("seq")
-    pools = tuple(
-        p.replace(keys=pool, values=pool, page_table=sharding.named("seq", None)) for p in cache.pools
-    )
-    return cache.replace(pools=pools, lengths=rows, num_dropped=rows)
+    pools = tuple(pool_axes(pool, sharding.named) for pool in cache.pools)
+    return cache.replace(pools=pools, lengths=rows, peaks=rows, num_dropped=rows)
+
+
+def pool_axes(pool: Pool, place: Callable[..., Any]) -> Any:
+    """Return a pool-shaped tree of what `place` makes of each array's logical axes."""
+
+    def pages(array: Any) -> Any:
+        return place("page", "kv_head", *[None] * (array.ndim - 2))
+
+    scales = {
+        name: None if getattr(pool, name) is None else place(None, "kv_head")
+        for name in ("key_scale", "value_scale")
+    }
+    stored = {"keys": jax.tree.map(pages, pool.keys), "values": jax.tree.map(pages, pool.values)}
+    return pool.replace(**stored, page_table=place("seq", None), **scales)
 
 
 def _slots(
     pool: Pool, positions: Int[Array, "seq time"], is_valid: Bool[Array, "seq time"], page_size: int
 ) -> Int[Array, "seq time"]:
-    logical = jax.lax.div(positions, jnp.int32(page_size))
-    in_table = is_valid & (logical < pool.page_table.shape[1])
-    pages = jnp.take_along_axis(pool.page_table, jnp.where(in_table, logical, 0), axis=1)
-    is_kept = in_table & (pages >= 0) & (pages < pool.num_pages)
-    return jnp.where(is_kept, pages * page_size + jax.lax.rem(positions, jnp.int32(page_size)), -1)
+    width = jnp.int32(pool.page_table.shape[1])
+    column = jax.lax.rem(jax.lax.div(positions, jnp.int32(page_size)), width)
+    pages = jnp.take_along_axis(pool.page_table, column, axis=1)
+    return jnp.where(is_valid, pages * page_size + jax.lax.rem(positions, jnp.int32(page_size)), -1)
+
+
+def _check_mesh(spec: CacheSpec, num_sequences: int, sharding: Sharding | None) -> None:
+    if sharding is not None:
+        sharding.check_divides("seq", num_sequences)
+        for group in spec.groups:
+            sharding.check_divides("kv_head", group.num_kv_heads)
+
+
+def _check_scales(spec: CacheSpec, scales: Scales | None) -> Scales:
+    """Return the scales of each group, after a check that they are there where a codec needs them."""
+    given = scales or [(None, None)] * len(spec.groups)
+    if len(given) != len(spec.groups):
+        raise ValueError(f"scales must have one entry a group, got {len(given)} for {len(spec.groups)}")
+    for group, pair in zip(spec.groups, given, strict=True):
+        for what, codec, scale in zip(("keys", "values"), group.codecs, pair, strict=True):
+            shape = (group.num_layers, group.num_kv_heads) if codec.scaling == "static" else None
+            got = None if scale is None else scale.shape
+            if got != shape:
+                raise ValueError(f"calibrated scales of {what} must have the shape {shape}, got {got}")
+    return given
 
 
 @functools.lru_cache(maxsize=64)
-def _dense_maker(
-    spec: CacheSpec, num_sequences: int, capacity: int, sharding: Sharding | None
-) -> Callable[[], Cache]:
+def _maker(
+    spec: CacheSpec,
+    num_sequences: int,
+    capacity: int,
+    num_pages: tuple[int, ...] | None,
+    sharding: Sharding | None,
+) -> Callable[[Scales], Cache]:
     """Return the program that makes an empty cache where it lives, compiled once for each form."""
-    make = functools.partial(_empty_dense, spec, num_sequences, capacity, sharding)
-    placement = None if sharding is None else cache_sharding(jax.eval_shape(make), sharding)
+    make = functools.partial(_empty, spec, num_sequences, capacity, num_pages, sharding)
+    placement = None
+    if sharding is not None:
+        shapes = [
+            tuple(
+                jax.ShapeDtypeStruct((group.num_layers, group.num_kv_heads), jnp.float32)
+                if codec.scaling == "static"
+                else None
+                for codec in group.codecs
+            )
+            for group in spec.groups
+        ]
+        placement = cache_sharding(jax.eval_shape(make, shapes), sharding)
     return jax.jit(make, out_shardings=placement)
 
 
-def _empty_dense(spec: CacheSpec, num_sequences: int, capacity: int, sharding: Sharding | None) -> Cache:
+def _empty(
+    spec: CacheSpec,
+    num_sequences: int,
+    capacity: int,
+    num_pages: tuple[int, ...] | None,
+    sharding: Sharding | None,
+    scales: Scales,
+) -> Cache:
+    """Make an empty cache; without `num_pages` every sequence owns its pages."""
     num_shards = sharding.size("seq") if sharding else 1
     rows = num_sequences // num_shards
-    pages = spec.pages_for(capacity)
-    table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
     pools = []
-    for index, group in enumerate(spec.groups):
-        layer_pages, *page = spec.pool_shape(index, rows * pages)
-        zeros = functools.partial(jnp.zeros, (num_shards * layer_pages, *page), CODEC_DTYPES[group.codec])
+    for index, (group, (key_scale, value_scale)) in enumerate(zip(spec.groups, scales, strict=True)):
+        width = spec.pages_for(capacity, index)
+        if num_pages is None:
+            pages = rows * width
+            table = jnp.tile(jnp.arange(pages, dtype=jnp.int32).reshape(rows, width), (num_shards, 1))
+        else:
+            pages = num_pages[index]
+            table = jnp.full((num_sequences, width), -1, jnp.int32)
+        keys, values = _empty_pages(group, num_shards * pages, spec.page_size)
         pools.append(
             Pool(
-                keys=zeros(),
-                values=zeros(),
-                page_table=jnp.tile(table, (num_shards, 1)),
-                num_pages=rows * pages,
+                keys=keys,
+                values=values,
+                page_table=table,
+                # Copied: a donated cache must not take the caller's arrays with it.
+                key_scale=jax.tree.map(jnp.copy, key_scale),
+                value_scale=jax.tree.map(jnp.copy, value_scale),
+                num_pages=pages,
             )
         )
     counts = functools.partial(jnp.zeros, num_sequences, jnp.int32)
-    return Cache(pools=tuple(pools), lengths=counts(), num_dropped=counts(), spec=spec, capacity=capacity)
+    return Cache(
+        pools=tuple(pools),
+        lengths=counts(),
+        peaks=counts(),
+        num_dropped=counts(),
+        spec=spec,
+        capacity=capacity,
+    )
+
+
+def _empty_pages(group: CacheGroup, num_pages: int, page_size: int) -> tuple[Stored, Stored]:
+    keys, values = (
+        Stored(**{name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()})
+        for arrays in group.page_arrays(num_pages, page_size)
+    )
+    return keys, values

@@ -24,7 +24,8 @@ from jkv.config import (
     config_yaml,
     load_config,
 )
-from jkv.models.decoder import Decoder, cache_spec
+from jkv.decode.configured import configured_spec
+from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.weights.locate import SMOLLM2
 from jkv.models.weights.model import open_model
@@ -133,7 +134,7 @@ def _weights(config: DecodeConfig, model: ModelConfig) -> str:
 
 def _cache(config: DecodeConfig, model: ModelConfig) -> str:
     cache, mesh = config.cache, config.mesh
-    spec = cache_spec(model, page_size=cache.page_size, codec=cache.codec)
+    spec = configured_spec(cache, model)
     lines = [f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page"]
     if cache.capacity == "auto":
         return f"{lines[0]}; a sequence holds its prompt and new tokens\n"

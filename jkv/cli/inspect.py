@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import tyro
 
-from jkv.cache.spec import Codec
+from jkv.cache.codec import CODECS
 from jkv.cli.options import Flag, find_tokenizer
 from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
@@ -103,7 +103,9 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         "parameters": count,
         "weight_bytes": {name: count * size for name, size in _WEIGHT_BYTES.items()},
         "cache_bytes_per_token": {
-            codec: cache_spec(config, page_size=1, codec=codec).bytes_per_token for codec in get_args(Codec)
+            codec: cache_spec(config, page_size=1, codec=codec).bytes_per_token
+            for codec, form in CODECS.items()
+            if form.scaling != "static"
         },
     }
 

@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jkv.config import DecodeConfig, load_config
+from jkv.config import CodecName, DecodeConfig, load_config
 from jkv.models.load import load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import ModelLocation
@@ -28,6 +28,7 @@ _KEYS = {
     "page_size": "cache.page-size",
     "capacity": "cache.capacity",
     "codec": "cache.codec",
+    "value_codec": "cache.value-codec",
     "attention": "engine.attention",
 }
 
@@ -48,8 +49,10 @@ class ModelOptions:
     """Tokens of a page."""
     capacity: int | None = None
     """Tokens that a sequence may hold; its prompt and new tokens if left out."""
-    codec: Literal["f32", "bf16"] | None = None
-    """How keys and values are stored."""
+    codec: CodecName | None = None
+    """How keys are stored, and values unless --value-codec says otherwise."""
+    value_codec: CodecName | None = None
+    """How values are stored."""
     attention: Literal["auto", "reference", "xla"] | None = None
     """Implementation of attention."""
 

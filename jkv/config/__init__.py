@@ -6,11 +6,19 @@ Knows no JAX: a configuration can be read and checked anywhere.
 from jkv.config.errors import ConfigError, Place, Problem
 from jkv.config.load import config_yaml, load_config
 from jkv.config.mesh import LOGICAL_ARRAYS, MeshRules, MeshSection
-from jkv.config.sections import CacheSection, DecodeConfig, EngineSection, ModelSection, SamplingSection
+from jkv.config.sections import (
+    CacheSection,
+    CodecName,
+    DecodeConfig,
+    EngineSection,
+    ModelSection,
+    SamplingSection,
+)
 
 __all__ = [
     "LOGICAL_ARRAYS",
     "CacheSection",
+    "CodecName",
     "ConfigError",
     "DecodeConfig",
     "EngineSection",

@@ -11,6 +11,8 @@ from pydantic import Field
 from jkv.config.mesh import MeshSection
 from jkv.config.section import Conflict, Count, Real, Section, Text
 
+CodecName = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
+
 
 @dataclass(frozen=True)
 class ModelSection(Section):
@@ -35,13 +37,15 @@ class CacheSection(Section):
         layout: how a sequence's pages lie in the pool.
         page_size: tokens of a page.
         capacity: tokens a sequence may hold; auto is its prompt and new tokens.
-        codec: how keys and values are stored.
+        codec: how keys are stored, and values unless they have a codec of their own.
+        value_codec: how values are stored; null is as keys.
     """
 
     layout: Literal["dense"]
     page_size: Count = 16
     capacity: Count | Literal["auto"] = "auto"
-    codec: Literal["f32", "bf16"] = "f32"
+    codec: CodecName = "f32"
+    value_codec: CodecName | None = None
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jkv.config import DecodeConfig, MeshSection
+from jkv.cache.spec import CacheSpec
+from jkv.config import CacheSection, DecodeConfig, MeshSection
 from jkv.decode.generate import Decoding
 from jkv.decode.params import SamplingParams
 from jkv.models.decoder import cache_spec
+from jkv.models.families import ModelConfig
 from jkv.models.load import LanguageModel, load_model
 from jkv.models.tokenizer import Tokenizer
 from jkv.sharding import Sharding
@@ -55,13 +57,18 @@ def make_decoding(config: DecodeConfig, model: LanguageModel, *, stop_ids: Itera
     return Decoding(
         step=model.step,
         weights=model.weights,
-        spec=cache_spec(model.config, page_size=cache.page_size, codec=cache.codec),
+        spec=configured_spec(config.cache, model.config),
         vocab_size=model.config.vocab_size,
         stop_ids=stop_ids,
         capacity=None if cache.capacity == "auto" else cache.capacity,
         buckets=engine.prefill_buckets,
         sharding=make_sharding(config.mesh),
     )
+
+
+def configured_spec(cache: CacheSection, model: ModelConfig) -> CacheSpec:
+    """Return the sizes of the cache that the configuration gives a model."""
+    return cache_spec(model, page_size=cache.page_size, codec=cache.codec, value_codec=cache.value_codec)
 
 
 def make_sampling(config: DecodeConfig) -> SamplingParams:

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jkv import ops
-from jkv.cache.cache import Cache, TokenBatch
+from jkv.cache.batch import TokenBatch
+from jkv.cache.cache import Cache
 from jkv.layers.linear import Linear, RMSNorm
 from jkv.layers.rope import RopeConfig, Rotation, rotate, rotations
 from jkv.sharding import Sharding

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jkv import ops
-from jkv.cache.cache import Cache, TokenBatch
-from jkv.cache.spec import CacheGroup, CacheSpec, Codec
+from jkv.cache.batch import TokenBatch
+from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.layers.attention import GQAttention, step_rotation
 from jkv.layers.linear import Embedding, Linear, RMSNorm
 from jkv.layers.mlp import GatedMLP
@@ -127,7 +128,9 @@ class Decoder(nnx.Module):
         return (logits[:, 0] if last_only else logits), cache
 
 
-def cache_spec(config: ModelConfig, *, page_size: int, codec: Codec) -> CacheSpec:
+def cache_spec(
+    config: ModelConfig, *, page_size: int, codec: str = "f32", value_codec: str | None = None
+) -> CacheSpec:
     """Return the cache that the model decodes with: one group for its layers of one shape."""
-    group = CacheGroup(config.num_layers, config.num_kv_heads, config.head_dim, codec)
+    group = CacheGroup(config.num_layers, config.num_kv_heads, config.head_dim, codec, value_codec)
     return CacheSpec.create([group], page_size=page_size)

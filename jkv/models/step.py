@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jkv.cache.cache import Cache, TokenBatch
+from jkv.cache.batch import TokenBatch
+from jkv.cache.cache import Cache
 
 Weights = tuple[jax.Array, ...]
 StepFunction = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any]]

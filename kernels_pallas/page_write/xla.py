@@ -6,25 +6,25 @@ copied up to three times over inside a loop.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Num
 
 
 def write_pages(
-    pool: Float[Array, "page kv_head slot head_dim"],
-    rows: Float[Array, "seq time kv_head head_dim"],
+    pool: Num[Array, "page kv_head slot *entry"],
+    rows: Num[Array, "seq time kv_head *entry"],
     slots: Int[Array, "seq time"],
     *,
     page_offset: Int[Array, ""] | int,
-) -> Float[Array, "page kv_head slot head_dim"]:
+) -> Num[Array, "page kv_head slot *entry"]:
     """Write `rows` into their slots and return the pool.
 
     Args:
         pool: pages of all layers; consumed where the caller donates it.
-        rows: the new keys or values; cast to the pool's dtype.
+        rows: what each slot is to hold, keys, values or their scales; cast to the pool's dtype.
         slots: place of each row among its layer's pages, `page * page_size + slot`; negative: dropped.
         page_offset: the pool's page that is page 0 of this layer.
     """
-    total_pages, num_kv_heads, page_size, head_dim = pool.shape
+    total_pages, num_kv_heads, page_size, *entry = pool.shape
     is_kept = slots >= 0
     places = jnp.where(is_kept, slots, 0)
     pages, places = (
@@ -33,8 +33,8 @@ def write_pages(
     )
     rows = rows.astype(pool.dtype)
     if slots.shape == (1, 1):
-        start = (pages[0, 0], 0, places[0, 0], 0)
-        row = rows[0, 0][None, :, None, :]
+        start = (pages[0, 0], 0, places[0, 0], *[0] * len(entry))
+        row = rows[0, 0][None, :, None]
         old = jax.lax.dynamic_slice(pool, start, row.shape)
         return jax.lax.dynamic_update_slice(pool, jnp.where(is_kept[0, 0], row, old), start)
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, None]
@@ -45,6 +45,6 @@ def write_pages(
     index = jnp.where(index < 0, past, index)
     # Materialized, or XLA's CPU backend computes it anew for every entry that it writes.
     index = jax.lax.optimization_barrier(index)
-    flat = pool.reshape(-1, head_dim)
-    flat = flat.at[index].set(rows.reshape(-1, head_dim), mode="drop", unique_indices=True)
+    flat = pool.reshape(-1, *entry)
+    flat = flat.at[index].set(rows.reshape(-1, *entry), mode="drop", unique_indices=True)
     return flat.reshape(pool.shape)

@@ -6,8 +6,8 @@ Checks shapes only; every refusal names the sizes.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,48 @@ class Tiling:
     block_tokens: int = 128
 
 
+class Pages(NamedTuple):
+    """Keys or values of all layers in the `plain` pool layout (KV-head-major within a page).
+
+    The head that a slot stands for is, with entries unpacked to float32:
+
+    - `data`, where there is no scale;
+    - `data * scale`, the scale of a token and head `[page, kv_head, slot]` or of a head `[kv_head]`;
+    - `data * scale + zero`, one of each for every run of channels, `[page, kv_head, slot, run]`.
+
+    Attributes:
+        data: entries; uint8 holds two 4-bit entries, `i` low and `i + head_dim / 2` high.
+        scale: see above.
+        zero: see above.
+    """
+
+    data: Num[Array, "page kv_head slot width"]
+    scale: Float[Array, "..."] | None = None
+    zero: Float[Array, "page kv_head slot run"] | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Entries of a head."""
+        return self.data.shape[-1] * (2 if self.data.dtype == jnp.uint8 else 1)
+
+
 class PagedArguments(NamedTuple):
-    """The arrays of one call, in the `plain` pool layout (KV-head-major within a page).
+    """The arrays of one call.
 
     Attributes:
         query: the new tokens, padded per sequence.
-        key_pool: pages of all layers; a page is `[kv_head, slot, head_dim]`.
-        value_pool: the same for values.
-        page_table: logical page of a sequence -> page of its layer; ids past `num_pages` or negative: none.
+        keys: pages of all layers.
+        values: the same for values.
+        page_table: page `p` of a sequence is in column `p` modulo the width; ids past `num_pages` or
+            negative: none.
         starts: tokens that each sequence held before this step.
         lens: new tokens of each sequence, already written to the pool; 0 for an idle row.
         page_offset: the pool's page that is page 0 of this layer.
     """
 
     query: Float[Array, "seq time q_head head_dim"]
-    key_pool: Float[Array, "page kv_head slot head_dim"]
-    value_pool: Float[Array, "page kv_head slot head_dim"]
+    keys: Pages
+    values: Pages
     page_table: Int[Array, "seq max_pages"]
     starts: Int[Array, " seq"]
     lens: Int[Array, " seq"]
@@ -49,20 +75,39 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
     Raises:
         ValueError: sizes disagree; the message names them.
     """
-    query, keys, values = arguments.query, arguments.key_pool, arguments.value_pool
-    if keys.shape != values.shape:
-        raise ValueError(f"key and value pools must have one shape, got {keys.shape} and {values.shape}")
-    if query.shape[-1] != keys.shape[-1]:
-        raise ValueError(f"query head_dim must equal the pool's, got {query.shape[-1]} and {keys.shape[-1]}")
-    if query.shape[2] % keys.shape[1]:
+    query, keys, values = arguments.query, arguments.keys, arguments.values
+    if keys.data.shape[:3] != values.data.shape[:3] or keys.head_dim != values.head_dim:
         raise ValueError(
-            f"query heads must be a multiple of KV heads, got {query.shape[2]} and {keys.shape[1]}"
+            "key and value pools must have the same pages, KV heads, slots and head_dim, "
+            f"got {(*keys.data.shape[:3], keys.head_dim)} and {(*values.data.shape[:3], values.head_dim)}"
         )
-    if keys.shape[0] % num_pages:
+    if query.shape[-1] != keys.head_dim:
+        raise ValueError(f"query head_dim must equal the pool's, got {query.shape[-1]} and {keys.head_dim}")
+    total_pages, num_kv_heads, _, _ = keys.data.shape
+    if query.shape[2] % num_kv_heads:
         raise ValueError(
-            f"pool pages must be a multiple of pages a layer, got {keys.shape[0]} and {num_pages}"
+            f"query heads must be a multiple of KV heads, got {query.shape[2]} and {num_kv_heads}"
         )
+    if total_pages % num_pages:
+        raise ValueError(f"pool pages must be a multiple of pages a layer, got {total_pages} and {num_pages}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, got {window}")
-    if not jax.numpy.issubdtype(keys.dtype, jax.numpy.floating):
-        raise ValueError(f"pool dtype must be floating, got {keys.dtype}")
+    for pages in (keys, values):
+        _check_scale(pages)
+
+
+def _check_scale(pages: Pages) -> None:
+    rows = pages.data.shape[:3]
+    is_floating = jnp.issubdtype(pages.data.dtype, jnp.floating)
+    if pages.scale is None:
+        if not is_floating:
+            raise ValueError(f"a pool of {pages.data.dtype} must have scales, got none")
+        return
+    if pages.zero is not None:
+        if pages.zero.shape != pages.scale.shape or pages.scale.shape[:3] != rows:
+            raise ValueError(
+                f"scales and zero points must have one shape that begins with {rows}, "
+                f"got {pages.scale.shape} and {pages.zero.shape}"
+            )
+    elif pages.scale.shape not in (rows, rows[1:2]):
+        raise ValueError(f"scales must have the shape {rows} or {rows[1:2]}, got {pages.scale.shape}")

@@ -5,9 +5,9 @@ The oracle of every other implementation; clarity over speed.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from kernels_pallas.paged_attention.contract import PagedArguments
+from kernels_pallas.paged_attention.contract import PagedArguments, Pages
 
 
 def paged_attention(
@@ -33,31 +33,30 @@ def paged_attention(
         The output in the query's dtype, and the float32 log-sum-exp of the logits. Rows past a sequence's
         `lens` are zero, with a log-sum-exp of -inf.
     """
-    query, key_pool, value_pool, table, starts, lens, offset = arguments
-    num_seqs, time, num_heads, head_dim = query.shape
-    _, num_kv_heads, page_size, _ = key_pool.shape
-    max_tokens = table.shape[1] * page_size
+    query, keys, values, table, starts, lens, offset = arguments
+    _, time, num_heads, _ = query.shape
+    page_size = keys.data.shape[2]
     is_page = (table >= 0) & (table < num_pages)
-    pages = jnp.where(is_page, table, 0) + offset
+    # Column c of the table names page c, c + width, ...: a slot holds the latest position that falls on it.
+    num_slots = table.shape[1] * page_size
+    slots = jnp.arange(num_slots)[None]
+    ends = (starts + lens)[:, None]
+    key_positions = slots + (ends - 1 - slots) // num_slots * num_slots
+    is_live = jnp.repeat(is_page, page_size, axis=1) & (key_positions >= 0) & (key_positions < ends)
 
-    def tokens(pool: jax.Array) -> jax.Array:
-        rows = jnp.moveaxis(pool[pages], 2, 3)  # [seq, max_pages, slot, kv_head, head_dim]
-        rows = rows.reshape(num_seqs, max_tokens, num_kv_heads, head_dim).astype(jnp.float32)
-        is_live = jnp.repeat(is_page, page_size, axis=1) & (
-            jnp.arange(max_tokens)[None] < (starts + lens)[:, None]
-        )
-        rows = jnp.where(is_live[..., None, None], rows, 0.0)
-        return jnp.repeat(rows, num_heads // num_kv_heads, axis=2)
+    def tokens(pages: Pages) -> jax.Array:
+        heads = _heads(pages, jnp.where(is_page, table, 0) + offset)
+        heads = jnp.where(is_live[..., None, None], heads, 0.0)
+        return jnp.repeat(heads, num_heads // heads.shape[2], axis=2)
 
     query_positions = starts[:, None] + jnp.arange(time)[None]
     is_query = jnp.arange(time)[None] < lens[:, None]
-    key_positions = jnp.arange(max_tokens)[None, None]
-    is_seen = is_query[:, :, None] & (key_positions <= query_positions[:, :, None])
-    is_seen &= jnp.repeat(is_page, page_size, axis=1)[:, None]
+    is_seen = is_query[:, :, None] & is_live[:, None]
+    is_seen &= key_positions[:, None] <= query_positions[:, :, None]
     if window is not None:
-        is_seen &= key_positions > query_positions[:, :, None] - window
+        is_seen &= key_positions[:, None] > query_positions[:, :, None] - window
     logits = jnp.einsum(
-        "bthd,bshd->bths", query.astype(jnp.float32), tokens(key_pool), precision=jax.lax.Precision.HIGHEST
+        "bthd,bshd->bths", query.astype(jnp.float32), tokens(keys), precision=jax.lax.Precision.HIGHEST
     )
     logits = logits * scale
     if soft_cap is not None:
@@ -68,6 +67,25 @@ def paged_attention(
         logits = jnp.concatenate([logits, jnp.where(is_query[:, :, None, None], sink, -jnp.inf)], axis=-1)
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     shift = jnp.where(jnp.isfinite(log_sum), log_sum, 0.0)
-    weights = jnp.exp(logits - shift[..., None])[..., :max_tokens]
-    out = jnp.einsum("bths,bshd->bthd", weights, tokens(value_pool), precision=jax.lax.Precision.HIGHEST)
+    weights = jnp.exp(logits - shift[..., None])[..., :num_slots]
+    out = jnp.einsum("bths,bshd->bthd", weights, tokens(values), precision=jax.lax.Precision.HIGHEST)
     return out.astype(query.dtype), log_sum
+
+
+def _heads(pages: Pages, index: Int[Array, "seq max_pages"]) -> Float[Array, "seq token kv_head head_dim"]:
+    """Return the float32 heads that the named pages stand for."""
+    data = pages.data[index]
+    if data.dtype == jnp.uint8:
+        data = jnp.concatenate([data & 15, data >> 4], axis=-1)
+    heads = data.astype(jnp.float32)
+    if pages.zero is not None:
+        assert pages.scale is not None
+        scale, zero = (array[index].astype(jnp.float32) for array in (pages.scale, pages.zero))
+        span = heads.shape[-1] // scale.shape[-1]
+        heads = heads * jnp.repeat(scale, span, axis=-1) + jnp.repeat(zero, span, axis=-1)
+    elif pages.scale is not None:
+        is_of_head = pages.scale.ndim == 1
+        scale = pages.scale[None, None, :, None] if is_of_head else pages.scale[index]
+        heads = heads * scale[..., None]
+    heads = jnp.moveaxis(heads, 2, 3)  # [seq, max_pages, slot, kv_head, head_dim]
+    return heads.reshape(heads.shape[0], -1, *heads.shape[3:])

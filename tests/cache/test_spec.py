@@ -31,8 +31,8 @@ def test_groups_add_up():
     wide, narrow = CacheGroup(1, 4, 16), CacheGroup(2, 1, 8, "bf16")
     spec = CacheSpec.create([wide, narrow], page_size=4)
     assert spec.bytes_per_token == 2 * (4 * 16 * 4 + 2 * 8 * 2)
-    assert spec.pool_shape(0, num_pages=10) == (10, 4, 4, 16)
-    assert spec.pool_shape(1, num_pages=10) == (20, 1, 4, 8)
+    assert wide.page_arrays(10, page_size=4)[0]["data"].shape == (10, 4, 4, 16)
+    assert narrow.page_arrays(10, page_size=4)[1]["data"].shape == (20, 1, 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,12 @@ def test_sizes_are_the_file_s(tiny):
     assert shown["sizes"] == {
         "parameters": count,
         "weight_bytes": {"float32": 4 * count, "bfloat16": 2 * count},
-        "cache_bytes_per_token": {"f32": 2 * 3 * 2 * 8 * 4, "bf16": 2 * 3 * 2 * 8 * 2},
+        "cache_bytes_per_token": {
+            "f32": 2 * 3 * 2 * 8 * 4,
+            "bf16": 2 * 3 * 2 * 8 * 2,
+            **dict.fromkeys(("int8", "fp8_e4m3", "fp8_e5m2"), 2 * 3 * 2 * (8 + 4)),
+            "int4": 2 * 3 * 2 * (8 // 2 + 2 * 4),
+        },
     }
     assert shown["file"]["format"] == "hf"
     assert set(shown["file"]["tensor_types"]) == {"F32"}

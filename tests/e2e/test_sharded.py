@@ -94,7 +94,7 @@ def test_a_cache_is_born_with_each_device_holding_its_own_sequences_and_heads(sh
     cache = Cache.dense(spec, num_sequences=NUM_ROWS, capacity=48, sharding=sharding)
     pool = cache.pools[0]
     # Three layers of twelve pages for the one sequence of a device, and one of the two KV heads.
-    assert {shard.data.shape for shard in pool.keys.addressable_shards} == {(3 * 12, 1, 4, 8)}
+    assert {shard.data.shape for shard in pool.keys.data.addressable_shards} == {(3 * 12, 1, 4, 8)}
     assert {shard.data.shape for shard in pool.page_table.addressable_shards} == {(1, 12)}
     assert all(np.asarray(shard.data).max() == 11 for shard in pool.page_table.addressable_shards)
 
@@ -102,7 +102,7 @@ def test_a_cache_is_born_with_each_device_holding_its_own_sequences_and_heads(sh
 def test_no_step_gathers_a_cache(sharded: Sharded):
     decoding = make_decoding(sharded, capacity=512)
     state = begin(decoding, reference("tokens").tolist(), max_new_tokens=1)
-    device_entries = state.cache.pools[0].keys.size // 8
+    device_entries = state.cache.pools[0].keys.data.size // 8
     text = decode.lower(decoding.step, decoding.weights, state, 1).compile().as_text()
     assert max(gathered_entries(text), default=0) < device_entries // 2
 

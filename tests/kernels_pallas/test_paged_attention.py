@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import paged_attention
-from kernels_pallas.paged_attention import PagedArguments, Tiling
+from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
@@ -56,7 +56,7 @@ def make_arguments(shape: Shape, dtype=jnp.float32, dead: float = np.nan) -> tup
     lens = lens_of(shape)
     arrays = (query, *pools, table, shape.totals - lens, lens)
     query, key_pool, value_pool, table, starts, lens = map(jnp.asarray, arrays)
-    pools = key_pool.astype(dtype), value_pool.astype(dtype)
+    pools = Pages(key_pool.astype(dtype)), Pages(value_pool.astype(dtype))
     offset = jnp.int32(LAYER * num_pages)
     return PagedArguments(query.astype(dtype), *pools, table, starts, lens, offset), num_pages
 
@@ -190,7 +190,7 @@ def shift_mask(arguments: PagedArguments) -> PagedArguments:
 
 def drop_last_page(arguments: PagedArguments) -> PagedArguments:
     """Unname the last page of the longest row."""
-    page_size = arguments.key_pool.shape[2]
+    page_size = arguments.keys.data.shape[2]
     row = jnp.argmax(arguments.starts)
     last = (arguments.starts + arguments.lens - 1)[row] // page_size
     return arguments._replace(page_table=arguments.page_table.at[row, last].set(-1))
@@ -214,21 +214,20 @@ def test_a_faulty_kernel_fails_the_comparison(fault, name: str):
 
 
 def make_empty(**shapes) -> PagedArguments:
-    sizes = {"query": (1, 1, 4, 8), "key_pool": (6, 2, 4, 8), "value_pool": (6, 2, 4, 8)} | shapes
+    sizes = {"query": (1, 1, 4, 8), "keys": (6, 2, 4, 8), "values": (6, 2, 4, 8)} | shapes
     rows = jnp.zeros(1, jnp.int32)
-    pools = {name: jnp.zeros(size) for name, size in sizes.items()}
-    return PagedArguments(
-        **pools, page_table=jnp.zeros((1, 2), jnp.int32), starts=rows, lens=rows, page_offset=0
-    )
+    query, keys, values = (jnp.zeros(sizes[name]) for name in ("query", "keys", "values"))
+    table = jnp.zeros((1, 2), jnp.int32)
+    return PagedArguments(query, Pages(keys), Pages(values), table, rows, rows, page_offset=0)
 
 
 @pytest.mark.parametrize(
     ("shapes", "window", "message"),
     [
-        ({"value_pool": (6, 2, 4, 16)}, None, r"one shape, got \(6, 2, 4, 8\) and \(6, 2, 4, 16\)"),
+        ({"values": (6, 2, 4, 16)}, None, r"head_dim, got \(6, 2, 4, 8\) and \(6, 2, 4, 16\)"),
         ({"query": (1, 1, 4, 16)}, None, "head_dim must equal the pool's, got 16 and 8"),
         ({"query": (1, 1, 3, 8)}, None, "multiple of KV heads, got 3 and 2"),
-        ({"key_pool": (5, 2, 4, 8), "value_pool": (5, 2, 4, 8)}, None, "pages a layer, got 5 and 3"),
+        ({"keys": (5, 2, 4, 8), "values": (5, 2, 4, 8)}, None, "pages a layer, got 5 and 3"),
         ({}, 0, "window must be at least 1 token, got 0"),
     ],
 )
@@ -248,14 +247,14 @@ def count_blocks(arguments: PagedArguments, num_pages: int, wide: int) -> int:
     """Run with a table of `wide` pages, and count the blocks of 16 tokens that are gathered."""
     blocks = []
     table = jnp.pad(arguments.page_table[:, :4], ((0, 0), (0, wide - 4)), constant_values=-1)
-    original = jax.lax.dynamic_slice_in_dim
+    original = jnp.take_along_axis
 
     def counted(*positional, **named):
         jax.debug.callback(lambda: blocks.append(1))
         return original(*positional, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.lax, "dynamic_slice_in_dim", counted)
+        patch.setattr(jnp, "take_along_axis", counted)
         out, _ = paged_attention.xla(
             arguments._replace(page_table=table), num_pages=num_pages, scale=1.0, tiling=Tiling(16)
         )

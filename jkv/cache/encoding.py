@@ -1,0 +1,136 @@
+"""The arithmetic of the codecs: heads to stored entries and scales, and back.
+
+Knows one token's head at a time; no page and no attention.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jkv.cache.codec import DTYPES, Codec
+from jkv.pytree import State, pytree
+
+
+@pytree
+class Stored(State):
+    """Keys or values as a codec stores them; leading axes are the caller's.
+
+    Attributes:
+        data: entries of each head; of int4 two in a byte, entry `i` and entry `i + head_dim / 2`.
+        scale: what entries are multiplied by when they are read; shape by the codec's scaling.
+        zero: what is added after that.
+    """
+
+    data: Array
+    scale: Array | None = None
+    zero: Array | None = None
+
+
+def encode(
+    codec: Codec, heads: Float[Array, "*rows kv_head head_dim"], scale: Float[Array, " kv_head"] | None = None
+) -> Stored:
+    """Return the heads as the codec stores them.
+
+    A zero head stays zero. A head with NaN or infinity reads as one that is not finite, but for
+    `int8_static`, whose entries cannot say so.
+
+    Args:
+        codec: how they are stored.
+        heads: keys after their rotation by position, or values; rotated here where the codec says so.
+        scale: the calibrated scales of a static codec; entries beyond 127 of them (int8), or beyond the
+            largest number of fp8, saturate.
+    """
+    if codec.scaling == "none":
+        return Stored(data=heads.astype(DTYPES[codec.entry]))
+    heads = rotate(codec, heads.astype(jnp.float32))
+    if codec.scaling == "channels":
+        return _encode_channels(codec, heads)
+    largest = _largest(codec)
+    if codec.scaling == "static":
+        return Stored(data=_entries(codec, heads / _of_heads(scale, heads.ndim)))
+    scale = jnp.max(jnp.abs(heads), axis=-1) / largest
+    return Stored(data=_entries(codec, heads / _divisor(scale)[..., None]), scale=scale)
+
+
+def decode(codec: Codec, stored: Stored, scale: Float[Array, " kv_head"] | None = None) -> Array:
+    """Return the float32 heads that the stored entries stand for; arguments as `encode`."""
+    if codec.scaling == "none":
+        return stored.data.astype(jnp.float32)
+    if codec.scaling == "channels":
+        assert stored.scale is not None
+        assert stored.zero is not None
+        data = unpack(stored.data).reshape(*stored.scale.shape, -1)
+        runs = data * stored.scale.astype(jnp.float32)[..., None] + stored.zero.astype(jnp.float32)[..., None]
+        heads = runs.reshape(*data.shape[:-2], -1)
+    else:
+        ndim = stored.data.ndim
+        factor = _of_heads(scale, ndim) if stored.scale is None else stored.scale[..., None]
+        heads = stored.data.astype(jnp.float32) * factor
+    return rotate(codec, heads, is_inverse=True)
+
+
+def rotate(codec: Codec, heads: Float[Array, "*rows head_dim"], *, is_inverse: bool = False) -> Array:
+    """Multiply heads by the codec's orthogonal matrix, or by its transpose; nothing where it has none.
+
+    Queries rotated as their keys have the same logits as without rotation.
+    """
+    if not codec.is_rotated:
+        return heads
+    matrix = hadamard(heads.shape[-1])
+    return jnp.matmul(heads, matrix.T if is_inverse else matrix, precision=jax.lax.Precision.HIGHEST)
+
+
+@functools.cache
+def hadamard(size: int) -> np.ndarray:
+    """Return an orthogonal matrix of Hadamard blocks, as large as the powers of two in `size` allow."""
+    block = np.ones((1, 1), np.float32)
+    while size % (2 * len(block)) == 0:
+        block = np.block([[block, block], [block, -block]])
+    return np.kron(np.eye(size // len(block), dtype=np.float32), block / np.sqrt(np.float32(len(block))))
+
+
+def pack(entries: Array) -> Array:
+    """Put two 4-bit entries into each byte: the first half of the last axis low, the second high."""
+    low, high = jnp.split(entries.astype(jnp.uint8), 2, axis=-1)
+    return low | (high << 4)
+
+
+def unpack(data: Array) -> Float[Array, "..."]:
+    """Return the float32 entries that `pack` has packed."""
+    return jnp.concatenate([data & 15, data >> 4], axis=-1).astype(jnp.float32)
+
+
+def _encode_channels(codec: Codec, heads: Float[Array, "*rows head_dim"]) -> Stored:
+    head_dim = heads.shape[-1]
+    runs = heads.reshape(*heads.shape[:-1], -1, codec.span(head_dim))
+    zero = runs.min(-1).astype(jnp.bfloat16)
+    # Divided first: the difference of two large numbers may overflow.
+    scale = (runs.max(-1) / 15 - zero.astype(jnp.float32) / 15).astype(jnp.bfloat16)
+    steps = (runs - zero.astype(jnp.float32)[..., None]) / _divisor(scale.astype(jnp.float32))[..., None]
+    entries = jnp.clip(jnp.round(steps), 0, 15).reshape(heads.shape)
+    return Stored(data=pack(entries), scale=scale, zero=zero)
+
+
+def _of_heads(scale: Float[Array, " kv_head"] | None, ndim: int) -> Array:
+    """Return calibrated scales as they multiply an array of heads."""
+    assert scale is not None
+    return scale.reshape(*[1] * (ndim - 2), -1, 1)
+
+
+def _entries(codec: Codec, scaled: Array) -> Array:
+    dtype: Any = DTYPES[codec.entry]
+    rounded = jnp.round(scaled) if codec.entry == "int8" else scaled
+    # A cast to fp8 does not saturate: it would make NaN of what is too large.
+    return jnp.clip(rounded, -_largest(codec), _largest(codec)).astype(dtype)
+
+
+def _largest(codec: Codec) -> float:
+    return 127.0 if codec.entry == "int8" else float(jnp.finfo(DTYPES[codec.entry]).max)
+
+
+def _divisor(scale: Array) -> Array:
+    return jnp.where(scale == 0, 1, scale)

@@ -1,0 +1,103 @@
+"""Functions from cache to cache that move whole sequences: clear, select, fork.
+
+Know pages and tables; nothing of what a page holds. Page ids are those of one device: on a mesh they are
+called inside `shard_map`, each shard with its own sequences.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jkv.cache.cache import Cache, Pool
+
+
+def clear(cache: Cache, is_cleared: Bool[Array, " seq"]) -> Cache:
+    """Return the cache with the marked sequences empty; their tables still name the same pages."""
+    counts = (cache.lengths, cache.peaks, cache.num_dropped)
+    lengths, peaks, num_dropped = (jnp.where(is_cleared, 0, count) for count in counts)
+    return cache.replace(lengths=lengths, peaks=peaks, num_dropped=num_dropped)
+
+
+def select(cache: Cache, rows: Int[Array, " seq"]) -> Cache:
+    """Return the cache in which sequence `i` holds what sequence `rows[i]` held, copied into its own pages.
+
+    Any row may be named more than once: the beams of a search, or one prompt for all. Every sequence needs as
+    many pages of its own as the one that it copies, and no page may be shared; a dense cache has them.
+
+    Args:
+        cache: consumed where the caller donates it. One layer of it is copied at a time.
+        rows: in `[0, seq)`.
+    """
+    pools = tuple(_copy(pool, pool.page_table[rows], pool.page_table) for pool in cache.pools)
+    return _with_counts(cache.replace(pools=pools), cache, rows)
+
+
+def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq page"]]) -> Cache:
+    """Return the cache in which sequence `i` continues sequence `rows[i]`, whole pages shared between them.
+
+    The page that a sequence will write next is copied if it is partly filled; a window's pages all are, since
+    all of them will be written. A sequence with `rows[i] == i` stays as it is.
+
+    Args:
+        cache: consumed where the caller donates it.
+        rows: in `[0, seq)`.
+        pages: for each group the pages that each sequence copies to: one, or for a window as many as its
+            table is wide. -1 where there is nothing to copy. A page that is needed and not given is left out
+            of the table, so that the next write is refused.
+
+    Raises:
+        ValueError: `pages` does not have these shapes.
+    """
+    num_seqs = cache.lengths.shape[0]
+    widths = [
+        pool.page_table.shape[1] if cache.is_ring(index) else 1 for index, pool in enumerate(cache.pools)
+    ]
+    if [page.shape for page in pages] != [(num_seqs, width) for width in widths]:
+        raise ValueError(
+            f"pages must have the shapes {[(num_seqs, width) for width in widths]}, "
+            f"got {[page.shape for page in pages]}"
+        )
+    is_moved = rows != jnp.arange(num_seqs, dtype=rows.dtype)
+    page_size = cache.spec.page_size
+    pools = []
+    for index, (pool, target) in enumerate(zip(cache.pools, pages, strict=True)):
+        table = pool.page_table[rows]
+        columns = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+        is_copied = jnp.ones(table.shape, bool)
+        if not cache.is_ring(index):
+            lengths = cache.lengths[rows][:, None]
+            is_partial = jax.lax.rem(lengths, jnp.int32(page_size)) > 0
+            is_copied = is_partial & (columns == jax.lax.div(lengths, jnp.int32(page_size)))
+            # Past what it continues, a sequence owns nothing.
+            table = jnp.where(columns * page_size < lengths, table, -1)
+        is_copied &= is_moved[:, None]
+        forked = jnp.where(is_copied, jnp.asarray(target, jnp.int32), table)
+        pool = _copy(pool, jnp.where(is_copied, table, -1), jnp.where(is_copied, forked, -1))
+        pools.append(pool.replace(page_table=jnp.where(is_moved[:, None], forked, pool.page_table)))
+    return _with_counts(cache.replace(pools=tuple(pools)), cache, rows)
+
+
+def _with_counts(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:
+    counts = {name: getattr(old, name)[rows] for name in ("lengths", "peaks", "num_dropped")}
+    return cache.replace(**counts)
+
+
+def _copy(pool: Pool, sources: Int[Array, "seq max_pages"], targets: Int[Array, "seq max_pages"]) -> Pool:
+    """Copy pages within every layer, all of a layer read before any is written; -1 copies none."""
+    sources, targets = sources.reshape(-1), targets.reshape(-1)
+    is_kept = (sources >= 0) & (sources < pool.num_pages) & (targets >= 0) & (targets < pool.num_pages)
+    sources = jnp.where(is_kept, sources, 0)
+    total_pages = pool.keys.data.shape[0]
+
+    def copy_layer(layer: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        offset = layer * pool.num_pages
+        # Past the whole pool, so that `mode="drop"` sees it.
+        places = jnp.where(is_kept, targets + offset, total_pages)
+        return tuple(array.at[places].set(array[sources + offset], mode="drop") for array in arrays)
+
+    leaves, tree = jax.tree.flatten((pool.keys, pool.values))
+    leaves = jax.lax.fori_loop(0, total_pages // pool.num_pages, copy_layer, tuple(leaves))
+    keys, values = jax.tree.unflatten(tree, leaves)
+    return pool.replace(keys=keys, values=values)

@@ -1,0 +1,85 @@
+"""A cache as plain float32 arrays, independent of layout, codec and page order; and back.
+
+For tests, snapshots and moves from one layout to another.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jkv import ops
+from jkv.cache.cache import Cache
+from jkv.cache.encoding import Stored, decode
+from jkv.pytree import State, pytree
+
+
+@pytree
+class Canonical(State):
+    """What a cache's sequences hold.
+
+    Attributes:
+        keys: for each group and each of its layers, `[seq, token, kv_head, head_dim]`; zero past a sequence's
+            length and before what a window has kept.
+        values: the same of values.
+        lengths: tokens of each sequence.
+    """
+
+    keys: tuple[tuple[Float[Array, "seq token kv_head head_dim"], ...], ...]
+    values: tuple[tuple[Float[Array, "seq token kv_head head_dim"], ...], ...]
+    lengths: Int[Array, " seq"]
+
+
+@functools.partial(jax.jit, static_argnames="num_tokens")
+def to_canonical(cache: Cache, num_tokens: int | None = None) -> Canonical:
+    """Return what the cache holds, in arrays of `num_tokens` tokens (None: its capacity).
+
+    All of it is on the device at once, in float32: for small caches, or a few sequences of a large one.
+    """
+    num_tokens = cache.capacity if num_tokens is None else num_tokens
+    keys, values = zip(*(_group(cache, index, num_tokens) for index in range(len(cache.pools))), strict=True)
+    return Canonical(keys=keys, values=values, lengths=cache.lengths)
+
+
+@jax.jit
+def from_canonical(canonical: Canonical, cache: Cache) -> Cache:
+    """Return `cache` with what the canonical form holds written after what its own sequences hold.
+
+    The cache has usually just been made; its tables must name the pages. A sequence that does not fit is
+    refused whole and counted, as by `Cache.begin`.
+
+    Raises:
+        ValueError: the shapes are not those of the cache, or longer than its windows take at once.
+    """
+    num_tokens = canonical.keys[0][0].shape[1]
+    cache, batch = cache.begin(canonical.lengths, time=num_tokens)
+    for group, layers in enumerate(zip(canonical.keys, canonical.values, strict=True)):
+        for layer, (keys, values) in enumerate(zip(*layers, strict=True)):
+            cache = ops.append(cache, (group, layer), batch, keys, values)
+    return cache
+
+
+def _group(cache: Cache, index: int, num_tokens: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Return the keys and the values of each layer of a group."""
+    pool, group, page_size = cache.pools[index], cache.spec.groups[index], cache.spec.page_size
+    width = pool.page_table.shape[1]
+    positions = jnp.arange(num_tokens, dtype=jnp.int32)
+    column = jax.lax.rem(jax.lax.div(positions, jnp.int32(page_size)), jnp.int32(width))
+    slot = jax.lax.rem(positions, jnp.int32(page_size))
+    pages = pool.page_table[:, column]
+    is_held = (positions[None] < cache.lengths[:, None]) & (pages >= 0) & (pages < pool.num_pages)
+    if cache.is_ring(index):
+        is_held &= positions[None] >= (cache.peaks - width * page_size)[:, None]
+    pages = jnp.where(is_held, pages, 0)
+
+    def layer_heads(stored: Stored, scales: jax.Array | None, which: int, layer: int) -> jax.Array:
+        taken = jax.tree.map(lambda array: array[pages + layer * pool.num_pages, :, slot[None]], stored)
+        heads = decode(group.codecs[which], taken, None if scales is None else scales[layer])
+        return jnp.where(is_held[..., None, None], heads, 0)
+
+    layers = range(group.num_layers)
+    return (
+        tuple(layer_heads(pool.keys, pool.key_scale, 0, layer) for layer in layers),
+        tuple(layer_heads(pool.values, pool.value_scale, 1, layer) for layer in layers),
+    )
