@@ -4,7 +4,16 @@ Knows no JAX: the host holds these, and `jkv.decode.sampling` turns them into ar
 """
 
 import math
+import reprlib
 from dataclasses import dataclass
+from numbers import Integral, Real
+
+# Bounds of what changes logits. In float32 a reciprocal then stays finite, and so does a finite logit to
+# which LARGEST is added 2**31 times: that is less than half the spacing of the largest numbers.
+LEAST, LARGEST = 1e-20, 1e20
+
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_KEEP_ALL = "use 0 to keep all tokens"
 
 
 @dataclass(frozen=True)
@@ -42,55 +51,72 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check(self, vocab_size: int) -> None:
-        """Raise ValueError for the first value that no sampler over `vocab_size` tokens can honour."""
-        _require(0 <= self.temperature < math.inf, "temperature", "at least 0 and finite", self.temperature)
-        _require(self.top_k >= 0, "top_k", "at least 0", self.top_k, hint="use 0 to keep all tokens")
+        """Raise ValueError for the first value that no sampler over `vocab_size` tokens can honour.
+
+        What passes keeps finite logits finite in float32.
+        """
+        for name in _REALS:
+            _require(isinstance(getattr(self, name), Real), name, "a number", getattr(self, name))
+        scale, added = f"from {LEAST:g} to {LARGEST:g}", f"from {-LARGEST:g} to {LARGEST:g}"
+        is_scale = self.temperature == 0 or LEAST <= self.temperature <= LARGEST
+        _require(is_scale, "temperature", f"0 or {scale}", self.temperature)
+        require_whole("top_k", self.top_k, at_least=0, hint=_KEEP_ALL)
         _require(
             0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p, hint="use 1 to keep all tokens"
         )
-        _require(0 <= self.min_p <= 1, "min_p", "from 0 to 1", self.min_p, hint="use 0 to keep all tokens")
-        _require(
-            0 < self.repetition_penalty < math.inf,
-            "repetition_penalty",
-            "above 0 and finite",
-            self.repetition_penalty,
-            hint="use 1 for none",
-        )
+        is_share = self.min_p == 0 or LEAST <= self.min_p <= 1
+        _require(is_share, "min_p", f"0 or from {LEAST:g} to 1", self.min_p, hint=_KEEP_ALL)
+        is_scale = LEAST <= self.repetition_penalty <= LARGEST
+        _require(is_scale, "repetition_penalty", scale, self.repetition_penalty, hint="use 1 for none")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            _require(math.isfinite(value), name, "finite", value, hint="use 0 for none")
-        self._check_bias(vocab_size)
-        _require(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a signed 64-bit integer", self.seed
-        )
-        _require(
-            0 <= self.num_logprobs <= vocab_size,
-            "num_logprobs",
-            f"from 0 to the vocabulary's {vocab_size}",
-            self.num_logprobs,
-        )
+            _require(abs(value) <= LARGEST, name, added, value, hint="use 0 for none")
+        self._check_bias(vocab_size, added)
+        if self.seed is not None:
+            require_whole("seed", self.seed, at_least=-(2**63), at_most=2**63 - 1)
+        require_whole("num_logprobs", self.num_logprobs, at_least=0, at_most=vocab_size)
 
-    def _check_bias(self, vocab_size: int) -> None:
-        ids = [token_id for token_id, _ in self.logit_bias]
+    def _check_bias(self, vocab_size: int, added: str) -> None:
+        try:
+            pairs = [(token_id, bias) for token_id, bias in self.logit_bias]
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"logit_bias must be (token id, bias) pairs, got {reprlib.repr(self.logit_bias)}; "
+                "write ((42, -1.5),) for one"
+            ) from None
+        name, hint = "a bias in logit_bias", "use -inf to ban a token"
+        for token_id, bias in pairs:
+            require_whole("a token id in logit_bias", token_id, at_least=0, at_most=vocab_size - 1)
+            is_added = isinstance(bias, Real) and (bias == -math.inf or abs(bias) <= LARGEST)
+            _require(is_added, name, f"-inf or {added}", bias, hint=hint)
+        ids = [token_id for token_id, _ in pairs]
         _require(len(set(ids)) == len(ids), "logit_bias", "given once for each token", ids)
-        for token_id, bias in self.logit_bias:
-            _require(
-                0 <= token_id < vocab_size,
-                "a token id in logit_bias",
-                f"at least 0 and below the vocabulary's {vocab_size}",
-                token_id,
+        if sum(bias == -math.inf for _, bias in pairs) == vocab_size:
+            raise ValueError(
+                f"logit_bias must leave a token to choose, got -inf for all {vocab_size} of the vocabulary; "
+                "ban fewer"
             )
-            _require(
-                bias < math.inf,
-                "a bias in logit_bias",
-                "below infinity",
-                bias,
-                hint="use -inf to ban a token",
-            )
+
+
+def require_whole(
+    name: str,
+    value: object,
+    *,
+    at_least: int,
+    at_most: int | None = None,
+    unit: str = "",
+    hint: str = "change it or leave it out",
+) -> None:
+    """Raise ValueError unless `value` is an integer, Python's or NumPy's, within its bounds."""
+    _require(isinstance(value, Integral), name, "a whole number", value, hint=hint)
+    if at_most is None:
+        _require(at_least <= value, name, f"at least {at_least}{unit}", value, hint=hint)
+    else:
+        _require(at_least <= value <= at_most, name, f"from {at_least} to {at_most}{unit}", value, hint=hint)
 
 
 def _require(
     holds: bool, name: str, rule: str, value: object, *, hint: str = "change it or leave it out"
 ) -> None:
     if not holds:
-        raise ValueError(f"{name} must be {rule}, got {value}; {hint}")
+        raise ValueError(f"{name} must be {rule}, got {reprlib.repr(value)}; {hint}")

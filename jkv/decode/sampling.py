@@ -16,6 +16,10 @@ from jkv.decode.filters import fixed_point_sum, min_p, relative_weights, top_k, 
 from jkv.decode.params import SamplingParams
 from jkv.pytree import State, pytree, static
 
+_LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
+
+_LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
 
 @pytree
 class Randomness(State):
@@ -151,12 +155,18 @@ def sample(
     raw = logits.astype(jnp.float32)
     adjusted = _adjust(raw, sampler)
     is_finite = jnp.isfinite(jnp.max(adjusted, axis=-1))
-    is_drawn = active & is_finite
     if sampler.randomness is None:
         chosen = _argmax(adjusted)
     else:
         noise = _gumbel(sampler.randomness.keys, sampler.num_draws, raw.shape[-1])
         chosen = _argmax(_log_weights(adjusted, sampler.randomness) + noise)
+    # Nothing equals a NaN, and the id past the vocabulary is then no token.
+    is_finite &= chosen < raw.shape[-1]
+    is_drawn = active & is_finite
+    # Nothing equals a NaN, and the id past the vocabulary is then no token.
+    is_finite &= chosen < raw.shape[-1]
+    is_drawn = active & is_finite
+    is_drawn = active & is_finite
     tokens = jnp.where(is_drawn, chosen, pad_id)
     logprobs, top_tokens, top_logprobs = _logprobs(raw, chosen, sampler.num_logprobs)
     draw = Draw(
@@ -190,7 +200,10 @@ def _penalize(logits: Float[Array, "seq vocab"], penalties: Penalties) -> Float[
     is_drawn = penalties.output_counts > 0
     repetition = penalties.repetition[:, None]
     reduced = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(penalties.in_prompt | is_drawn, reduced, logits)
+    # A penalty makes no finite logit infinite; what the model gave as infinite stays so.
+    reduced = jnp.clip(reduced, -_LARGEST_FLOAT, _LARGEST_FLOAT)
+    is_reduced = (penalties.in_prompt | is_drawn) & jnp.isfinite(logits)
+    logits = jnp.where(is_reduced, reduced, logits)
     presence = penalties.presence[:, None] * is_drawn.astype(jnp.float32)
     frequency = penalties.frequency[:, None] * penalties.output_counts.astype(jnp.float32)
     return logits - presence - frequency
@@ -261,7 +274,7 @@ def _make_keys(
             pair[:] = np.random.SeedSequence((base_seed, index)).generate_state(2)
         else:
             # What jax.random.key makes of a 64-bit seed, whether or not JAX has 64-bit integers.
-            pair[:] = divmod(row.seed % 2**64, 2**32)
+            pair[:] = divmod(int(row.seed) % 2**64, 2**32)
     return jax.random.wrap_key_data(jnp.array(words), impl="threefry2x32")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jkv.decode import sampling
-from jkv.decode.params import SamplingParams
+from jkv.decode.params import LARGEST, LEAST, SamplingParams
 from jkv.decode.sampling import Sampler
 
 sample = jax.jit(sampling.sample, static_argnames="pad_id")
@@ -170,7 +170,7 @@ def test_greedy_and_random_rows_share_a_batch():
     assert len(set(tokens[1::2].tolist())) > 1
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e30])
+@pytest.mark.parametrize("temperature", [LEAST, 1e-6, LARGEST])
 @pytest.mark.parametrize("scale", [1.0, 1e38])
 def test_extreme_temperatures_and_logits_stay_finite(temperature, scale):
     logits = jnp.array([[2.0, 1.0, 1.0, -3.0]]) * scale
@@ -179,6 +179,38 @@ def test_extreme_temperatures_and_logits_stay_finite(temperature, scale):
     assert draw.is_finite[0]
     if temperature < 1:
         assert draw.tokens[0] == 0
+
+
+def test_extreme_parameters_keep_any_finite_logits_finite():
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            repetition_penalty=repetition,
+            presence_penalty=added,
+            frequency_penalty=added,
+            logit_bias=((0, -math.inf), (1, -added), (2, -added)),
+        )
+        for temperature in (0.0, LEAST, LARGEST)
+        for repetition in (LEAST, LARGEST)
+        for added in (-LARGEST, LARGEST)
+    ]
+    rows = len(params)
+    sampler = Sampler.create(params, vocab_size=4, prompts=[range(4)] * rows)
+    # As after the longest output that can be counted, for each token.
+    counts = jnp.full((rows, 4), 2**31 - 1, jnp.int32)
+    sampler = sampler.replace(penalties=sampler.penalties.replace(output_counts=counts))
+    for logit in (3.4e38, -3.4e38, 0.0):
+        logits = jnp.tile(jnp.array([[0.0, logit, -logit, logit]]), (rows, 1))
+        draw = sample(logits, sampler, jnp.ones(rows, bool))[0]
+        assert draw.is_finite.all()
+        assert (draw.tokens >= 1).all()
+        assert (draw.tokens < 4).all()
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_penalty_does_not_hide_a_logit_that_is_not_finite(bad):
+    params = SamplingParams(repetition_penalty=2.0)
+    assert not draw_once(jnp.array([[0.0, bad]]), params, prompts=[[1]]).is_finite[0]
 
 
 def test_a_batch_of_greedy_rows_computes_no_randomness():
@@ -291,8 +323,18 @@ def test_a_row_that_is_not_finite_is_reported_and_draws_nothing(params, bad):
 
 def test_a_row_without_a_possible_token_is_reported():
     assert not draw_once(jnp.full((1, 4), -jnp.inf), SamplingParams(temperature=1.0)).is_finite[0]
-    banned = SamplingParams(logit_bias=tuple((index, -math.inf) for index in range(4)))
-    assert not draw_once(jnp.zeros((1, 4)), banned).is_finite[0]
+    banned = SamplingParams(logit_bias=tuple((index, -math.inf) for index in range(3)))
+    assert not draw_once(jnp.array([[0.0, 0.0, 0.0, -jnp.inf]]), banned).is_finite[0]
+
+
+def test_a_draw_from_weights_that_are_not_numbers_is_no_token():
+    params = SamplingParams(temperature=1.0, logit_bias=((1, -math.inf),))
+    sampler = Sampler.create([params], vocab_size=4)
+    broken = sampler.replace(randomness=sampler.randomness.replace(temperature=jnp.array([jnp.inf])))
+    draw, after = sample(jnp.zeros((1, 4)), broken, jnp.ones(1, bool))
+    assert not draw.is_finite[0]
+    assert draw.tokens[0] == 0
+    assert after.num_draws[0] == 0
 
 
 # Log-probabilities.
