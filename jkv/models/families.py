@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from jkv.layers.rope import RopeConfig
 
+# Published decoders have up to 200; each layer of a model is built before its tensors are looked for.
+MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -62,6 +65,11 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
         raise ValueError(
             "the query heads must be a multiple of the KV heads, "
             f"got {config.num_heads} and {config.num_kv_heads}"
+        )
+    if config.head_dim < 2 or config.head_dim % 2:
+        raise ValueError(
+            f"a head must have an even number of entries, got {config.head_dim} "
+            f"({config.embed_dim} over {config.num_heads} heads where no size is named)"
         )
     if any(window is not None and window < 1 for window in config.windows):
         raise ValueError(f"a sliding window must hold at least one token, got {config.windows}")

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from jkv.models.fields import read_json_object
 from jkv.models.tokenizer_spec import SPACE, TokenizerSpec, find_unencodable_bytes
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -65,13 +66,7 @@ def _read_tokenizer_json(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} must be JSON, but is not: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(value).__name__}")
-    return value
+    return read_json_object(file) if file.exists() else {}
 
 
 def _text(token: str | Mapping[str, Any]) -> str:

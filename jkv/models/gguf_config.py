@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from jkv.layers.rope import RopeConfig, yarn_mscale
-from jkv.models.families import FAMILIES, ModelConfig, check_sizes
+from jkv.models.families import FAMILIES, MAX_LAYERS, ModelConfig, check_sizes
+from jkv.models.fields import AT_LEAST_ZERO, COUNT, INDEX, POSITIVE, TEXT, check_fields, many, whole
 
 _REQUIRED = frozenset(
     {
@@ -47,7 +48,33 @@ _FIXED: dict[str, Any] = {
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
 }
+_KINDS = {
+    "block_count": whole(1, MAX_LAYERS),
+    "context_length": COUNT,
+    "embedding_length": COUNT,
+    "feed_forward_length": COUNT,
+    "attention.head_count": COUNT,
+    "attention.layer_norm_rms_epsilon": AT_LEAST_ZERO,
+    "vocab_size": COUNT,
+    "attention.head_count_kv": COUNT,
+    "attention.key_length": COUNT,
+    "attention.value_length": COUNT,
+    "attention.sliding_window": INDEX,
+    "rope.dimension_count": COUNT,
+    "rope.freq_base": POSITIVE,
+    "rope.scale_linear": AT_LEAST_ZERO,
+    "rope.scaling.type": TEXT,
+    "rope.scaling.factor": AT_LEAST_ZERO,
+    "rope.scaling.attn_factor": POSITIVE,
+    "rope.scaling.original_context_length": COUNT,
+    "rope.scaling.yarn_beta_fast": POSITIVE,
+    "rope.scaling.yarn_beta_slow": POSITIVE,
+}
 _END_TOKENS = ("eos", "eot", "eom")
+_TOKEN_KINDS = {
+    "tokenizer.ggml.tokens": many(TEXT),
+    **{f"tokenizer.ggml.{name}_token_id": INDEX for name in ("bos", *_END_TOKENS)},
+}
 
 
 def config_from_gguf(
@@ -72,6 +99,8 @@ def config_from_gguf(
         known = sorted({family.gguf_name for family in FAMILIES.values()})
         raise ValueError(f"general.architecture must be one of {known}, got {architecture!r}")
     given = _keys(metadata, str(architecture))
+    check_fields(given, _KINDS, f"{architecture}.")
+    check_fields(metadata, _TOKEN_KINDS, "")
     num_heads = given["attention.head_count"]
     head_dim = given.get("attention.key_length", given["embedding_length"] // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
+from jkv.models.fields import INDEX, NUMBER, SWITCH, TEXT, check_fields, many
 from jkv.models.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from jkv.models.tokenizer_spec import SPACE, TokenizerSpec, find_unencodable_bytes
 
@@ -32,6 +33,17 @@ _NAMED_IDS = {
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
 }
+_KINDS = {
+    "pre": TEXT,
+    "tokens": many(TEXT),
+    "token_type": many(INDEX),
+    "scores": many(NUMBER),
+    "merges": many(TEXT),
+    "add_space_prefix": SWITCH,
+    "add_bos_token": SWITCH,
+    "add_eos_token": SWITCH,
+    **dict.fromkeys((*_NAMED_IDS.values(), *_END_KEYS), INDEX),
+}
 # What the ids are in a SentencePiece file that does not say.
 _SENTENCEPIECE_IDS = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -47,6 +59,8 @@ def spec_from_gguf(metadata: Mapping[str, Any]) -> TokenizerSpec:
     model = keys.get("model")
     if model not in ("gpt2", "llama"):
         raise ValueError(f'tokenizer.ggml.model must be "gpt2" or "llama", got {model!r}')
+    check_fields(keys, _KINDS, _PREFIX)
+    check_fields(metadata, {"tokenizer.chat_template": TEXT}, "")
     is_byte_level = model == "gpt2"
     keys = keys if is_byte_level else {**_SENTENCEPIECE_IDS, **keys}
     _check_ids(keys)

@@ -7,7 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import FAMILIES, Family, ModelConfig, check_sizes
+from jkv.models.families import FAMILIES, MAX_LAYERS, Family, ModelConfig, check_sizes
+from jkv.models.fields import (
+    AT_LEAST_ZERO,
+    COUNT,
+    INDEX,
+    MAPPING,
+    NUMBER,
+    POSITIVE,
+    SWITCH,
+    TEXT,
+    check_fields,
+    either,
+    many,
+    whole,
+)
 
 _REQUIRED = frozenset(
     {
@@ -68,6 +82,47 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+_KINDS = {
+    "vocab_size": COUNT,
+    "hidden_size": COUNT,
+    "intermediate_size": COUNT,
+    "num_hidden_layers": whole(1, MAX_LAYERS),
+    "num_attention_heads": COUNT,
+    "max_position_embeddings": COUNT,
+    "rms_norm_eps": AT_LEAST_ZERO,
+    "num_key_value_heads": COUNT,
+    "head_dim": COUNT,
+    "rope_theta": POSITIVE,
+    "rope_scaling": MAPPING,
+    "rope_parameters": MAPPING,
+    "tie_word_embeddings": SWITCH,
+    "bos_token_id": INDEX,
+    "eos_token_id": either(INDEX, many(INDEX)),
+    "quantization_config": MAPPING,
+    "attention_bias": SWITCH,
+    "mlp_bias": SWITCH,
+    "sliding_window": COUNT,
+    "use_sliding_window": SWITCH,
+    "max_window_layers": INDEX,
+    "layer_types": many(TEXT),
+}
+_ROPE_KINDS = {
+    "rope_type": TEXT,
+    "type": TEXT,
+    "rope_theta": POSITIVE,
+    "factor": POSITIVE,
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "original_max_position_embeddings": COUNT,
+    "beta_fast": POSITIVE,
+    "beta_slow": POSITIVE,
+    "truncate": SWITCH,
+    "attention_factor": POSITIVE,
+    "mscale": AT_LEAST_ZERO,
+    "mscale_all_dim": AT_LEAST_ZERO,
+    "partial_rotary_factor": NUMBER,
+}
+_QUANTIZATION_KINDS = {"weight_block_size": many(COUNT)}
 # What transformers takes where a window is switched on without a size, and from which layer on (Qwen).
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -81,7 +136,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             the model computes and is not understood.
     """
     name, family = _family(config)
-    given = {key: value for key, value in config.items() if value is not None}
+    given = _without_nulls(config)
     _check_keys(given, family)
     num_heads = given["num_attention_heads"]
     head_dim = given.get("head_dim") or given["hidden_size"] // num_heads
@@ -99,7 +154,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             norm_eps=float(given["rms_norm_eps"]),
             rope=_rope(given, head_dim),
             max_length=given["max_position_embeddings"],
-            windows=_windows(config, family),
+            windows=_windows(given, config, family),
             has_qk_norm=family.has_qk_norm,
             has_qkv_bias=has_bias if family.has_qkv_bias is None else family.has_qkv_bias,
             has_output_bias=has_bias,
@@ -131,10 +186,13 @@ def _check_keys(given: Mapping[str, Any], family: Family) -> None:
             f"config.json of a {family.architecture} has keys that jkv does not compute: {unknown}; "
             "remove those that do not change the model"
         )
+    check_fields(given, _KINDS, "config.json's ")
     for key, value in _FIXED.items():
         if given.get(key, value) != value:
             raise ValueError(f"config.json's {key} must be {value!r}, got {given[key]!r}")
-    method = given.get("quantization_config", {"quant_method": "fp8"}).get("quant_method")
+    quantization = given.get("quantization_config", {"quant_method": "fp8"})
+    check_fields(_without_nulls(quantization), _QUANTIZATION_KINDS, "config.json's quantization_config.")
+    method = quantization.get("quant_method")
     if method != "fp8":
         raise ValueError(
             f"config.json's quantization_config must be of quant_method 'fp8', got {method!r}; "
@@ -142,13 +200,19 @@ def _check_keys(given: Mapping[str, Any], family: Family) -> None:
         )
 
 
+def _without_nulls(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
 def _rope(given: Mapping[str, Any], head_dim: int) -> RopeConfig:
     scaling, parameters = given.get("rope_scaling"), given.get("rope_parameters")
     if scaling and parameters and scaling != parameters:
         raise ValueError(f"config.json's rope_scaling and rope_parameters differ: {scaling} and {parameters}")
-    entry = dict(scaling or parameters or {})
+    name = "rope_scaling" if scaling else "rope_parameters"
+    entry = _without_nulls(given.get(name, {}))
+    check_fields(entry, _ROPE_KINDS, f"config.json's {name}.")
     # transformers applies a part of the head in some scalings of these families and ignores it in others.
-    if (entry.get("partial_rotary_factor") or 1.0) != 1.0:
+    if entry.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"config.json's partial_rotary_factor must be 1.0, got {entry['partial_rotary_factor']}"
         )
@@ -160,13 +224,14 @@ def _rope(given: Mapping[str, Any], head_dim: int) -> RopeConfig:
     )
 
 
-def _windows(config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
-    num_layers = config["num_hidden_layers"]
-    is_windowed = family.has_window or config.get("use_sliding_window")
+def _windows(given: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+    num_layers = given["num_hidden_layers"]
+    is_windowed = family.has_window or given.get("use_sliding_window")
+    # Here alone null means something: no window, where a missing key means the default one.
     window = config.get("sliding_window", _DEFAULT_WINDOW) if is_windowed else None
-    kinds = config.get("layer_types")
+    kinds = given.get("layer_types")
     if kinds is None:
-        first = 0 if family.has_window else config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        first = 0 if family.has_window else given.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ValueError(

@@ -120,6 +120,30 @@ def test_what_could_change_the_model_unseen_is_refused(changes: dict, message: s
         config_from_gguf(make_metadata(**changes), ())
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embedding_length": "64"}, 'llama.embedding_length must be a whole number from 1 .*, got "64"'),
+        (
+            {"attention__head_count": [8, 8]},
+            r"llama.attention.head_count must be a whole number .*, got \[8, 8\]",
+        ),
+        ({"attention__head_count": 0}, "llama.attention.head_count must be a whole number from 1"),
+        ({"rope__freq_base": 0.0}, "llama.rope.freq_base must be a number above 0, got 0.0"),
+        ({"rope__scaling__type": 3}, "llama.rope.scaling.type must be text, got 3"),
+    ],
+)
+def test_a_key_of_a_wrong_kind_is_named(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        config_from_gguf(make_metadata(**changes), ())
+
+
+def test_a_token_id_of_a_wrong_kind_is_named():
+    metadata = make_metadata() | {"tokenizer.ggml.eos_token_id": "2"}
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.eos_token_id must be a whole number"):
+        config_from_gguf(metadata, ())
+
+
 def test_missing_sizes_are_listed():
     metadata = make_metadata()
     del metadata["llama.block_count"], metadata["llama.context_length"]

@@ -158,6 +158,49 @@ def test_layer_types_that_do_not_fit_are_refused(changes: dict, message: str):
         config_from_hf(make_hf("Qwen3", **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "64"}, 'hidden_size must be a whole number from 1 to 2147483647, got "64"'),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number from 1"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be a whole number from 1 to 10000"),
+        ({"vocab_size": True}, "vocab_size must be a whole number .* got true"),
+        ({"rms_norm_eps": [1]}, r"rms_norm_eps must be a number of at least 0, got \[1\]"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number of at least 0, got NaN"),
+        (
+            {"eos_token_id": [1, "2"]},
+            r'eos_token_id must be a whole number .* or a list, each .*, got \[1, "2"\]',
+        ),
+        ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings must be true or false, got "yes"'),
+        ({"rope_scaling": "linear"}, 'rope_scaling must be a mapping, got "linear"'),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor must be a number above 0"),
+        ({"quantization_config": [1]}, "quantization_config must be a mapping"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+            "quantization_config.weight_block_size must be a list",
+        ),
+        ({"head_dim": 7}, "even number of entries, got 7"),
+        ({"hidden_size": 4}, r"even number of entries, got 0 \(4 over 8 heads"),
+    ],
+)
+def test_a_field_of_a_wrong_kind_is_named(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(make_hf(**changes))
+
+
+def test_every_field_of_a_wrong_kind_is_named_at_once():
+    with pytest.raises(ValueError, match=r"vocab_size must be .*, and config.json's hidden_size must be"):
+        config_from_hf(make_hf(vocab_size="a", hidden_size=1.5))
+
+
+def test_a_null_is_as_good_as_a_missing_key():
+    windowed = {"use_sliding_window": True, "sliding_window": 8}
+    nulls = {"max_window_layers": None, "layer_types": None, "rope_scaling": None, "head_dim": None}
+    assert config_from_hf(make_hf("Qwen2", **windowed, **nulls)) == config_from_hf(
+        make_hf("Qwen2", **windowed)
+    )
+
+
 def test_keys_about_training_and_storage_are_ignored():
     harmless = {"torch_dtype": "bfloat16", "use_cache": False, "attention_dropout": 0.1, "pad_token_id": 0}
     assert config_from_hf(make_hf(**harmless)) == config_from_hf(make_hf())

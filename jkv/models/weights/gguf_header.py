@@ -70,7 +70,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _read(_Cursor(data))
-            except (_Damage, UnicodeDecodeError) as damage:
+            except (_Damage, UnicodeDecodeError, RecursionError) as damage:
                 raise ValueError(f"{path} must be a whole GGUF file, but {damage}") from None
 
 
@@ -124,7 +124,7 @@ def _read(cursor: _Cursor) -> GgufHeader:
         raise _Damage(f"it is one of {metadata['split.count']} parts; merge them with llama-gguf-split")
     entries = [_read_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if alignment < 1:
+    if not isinstance(alignment, int) or alignment < 1:
         raise _Damage(f"its general.alignment is {alignment}")
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}

@@ -3,8 +3,8 @@
 Knows which reader serves which format; knows no layer.
 """
 
-import json
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jkv.models.families import ModelConfig
+from jkv.models.fields import read_json_object
 from jkv.models.gguf_config import config_from_gguf
 from jkv.models.hf_config import config_from_hf
 from jkv.models.weights.checkpoint import (
@@ -73,10 +74,22 @@ def open_model(name_or_path: str | Path) -> StoredModel:
         return StoredModel(location, read_checkpoint_config(location.path), None)
     if location.format == "gguf":
         source = GgufSource(location.path)
-        config = config_from_gguf(source.metadata, source.tensors, source.frequency_factors())
+        with _naming(location.path):
+            config = config_from_gguf(source.metadata, source.tensors, source.frequency_factors())
         return StoredModel(location, config, source)
-    description = _read_json(location.path / "config.json")
-    return StoredModel(location, config_from_hf(description), _open_folder(location.path, description))
+    description = read_json_object(location.path / "config.json")
+    with _naming(location.path):
+        config = config_from_hf(description)
+    return StoredModel(location, config, _open_folder(location.path, description))
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say in errors which model they are about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _open_folder(folder: Path, description: Mapping[str, Any]) -> TensorSource:
@@ -86,10 +99,3 @@ def _open_folder(folder: Path, description: Mapping[str, Any]) -> TensorSource:
         return source
     block = quantization.get("weight_block_size")
     return Fp8Source(source, tuple(block) if block else None)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from error

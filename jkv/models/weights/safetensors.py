@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
+from jkv.models.fields import read_json_object
 from jkv.models.weights.source import TensorInfo
 
 _DTYPES = {
@@ -57,10 +58,9 @@ def open_safetensors(path: Path) -> "SafetensorsSource":
 
 def _indexed_shards(folder: Path) -> dict[Path, set[str] | None]:
     """Return each shard with the tensors that the index gives to other shards."""
-    try:
-        places = json.loads((folder / _INDEX).read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / _INDEX} must be JSON with a weight_map, got {error!r}") from error
+    places = read_json_object(folder / _INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ValueError(f"{folder / _INDEX} must be JSON with a weight_map from tensors to files")
     foreign = sorted(file for file in set(places.values()) if Path(file).name != file)
     if foreign:
         raise ValueError(f"{folder / _INDEX} must name files of its own folder, got {foreign}")
@@ -135,7 +135,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         header.pop("__metadata__", None)
         unknown = sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys())
         is_sound = all(map(_is_sound, header.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} must have a safetensors header, got {error!r}") from error
     if unknown or not is_sound:
         raise ValueError(f"{path} must have tensors of {sorted(_DTYPES)}, got {unknown or 'damaged entries'}")

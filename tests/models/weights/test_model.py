@@ -1,5 +1,6 @@
 """Stored models of every format, from their name to their parameters."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -199,6 +200,13 @@ def test_a_fingerprint_names_the_weights(tmp_path: Path):
 def test_a_config_that_is_not_json_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json must be JSON"):
+        open_model(tmp_path)
+
+
+def test_a_config_with_a_field_of_a_wrong_kind_is_named(tmp_path: Path):
+    config = json.loads((GOLDEN / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": "64"}))
+    with pytest.raises(ValueError, match=rf"{tmp_path}: config\.json's hidden_size must be"):
         open_model(tmp_path)
 
 
