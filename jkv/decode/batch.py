@@ -3,10 +3,16 @@
 Host arithmetic on lengths; knows no model.
 """
 
-from collections.abc import Iterator, Sequence
+import operator
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import numpy as np
+
+# Token ids in lists or in the rows of an array.
+Prompts = Iterable[Iterable[SupportsIndex]]
 
 DEFAULT_BUCKETS = (16, 64, 256)
 
@@ -48,19 +54,40 @@ def round_capacity(num_tokens: int, page_size: int) -> int:
     return page_size * (1 << (pages - 1).bit_length())
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
-    """Refuse what cannot be decoded.
+def read_prompts(prompts: Prompts, *, vocab_size: int) -> list[list[int]]:
+    """Return prompts, be they lists or arrays, as lists of ids of the vocabulary.
 
     Raises:
-        ValueError: there is no prompt, one is empty, or an id is outside the vocabulary.
+        ValueError: there is no prompt, one is empty or no list of ids, or an id is outside the vocabulary.
     """
-    if not prompts:
+    try:
+        given = list(prompts)
+    except TypeError:
+        raise ValueError(f"prompts must be lists of token ids, as [[1, 2], [3]], got {prompts!r}") from None
+    if not given:
         raise ValueError("at least one prompt is needed, got none")
-    for index, prompt in enumerate(prompts):
-        if not len(prompt):
+    rows = [read_ids(f"prompt {index}", prompt) for index, prompt in enumerate(given)]
+    for index, row in enumerate(rows):
+        if not row:
             raise ValueError(f"prompt {index} is empty; give at least one token")
-        for token in prompt:
+        for token in row:
             if not 0 <= token < vocab_size:
                 raise ValueError(
                     f"prompt {index} has token id {token}, outside the vocabulary [0, {vocab_size})"
                 )
+    return rows
+
+
+def read_ids(name: str, ids: Iterable[SupportsIndex]) -> list[int]:
+    """Return the ids, Python's, NumPy's or JAX's, as a list.
+
+    Raises:
+        ValueError: they are not whole numbers in one list.
+    """
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError:
+        raise ValueError(
+            f"{name} must be a list of whole token ids, got {reprlib.repr(ids)}; "
+            "a tokenizer makes ids of a text, and prompts are lists of lists, as [[1, 2], [3]]"
+        ) from None

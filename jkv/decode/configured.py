@@ -42,24 +42,14 @@ def load_configured(config: DecodeConfig) -> LanguageModel:
 
 
 def make_decoding(config: DecodeConfig, model: LanguageModel, *, stop_ids: Iterable[int] = ()) -> Decoding:
-    """Return how the model is decoded by the configuration's cache, mesh and engine.
-
-    Raises:
-        ValueError: a stop id is outside the vocabulary.
-    """
-    stop_ids = tuple(stop_ids)
-    strangers = [token for token in stop_ids if not 0 <= token < model.config.vocab_size]
-    if strangers:
-        raise ValueError(
-            f"stop tokens must be in the vocabulary [0, {model.config.vocab_size}), got {strangers[0]}"
-        )
+    """Return how the model is decoded by the configuration's cache, mesh and engine."""
     engine, cache = config.engine, config.cache
     return Decoding(
         step=model.step,
         weights=model.weights,
         spec=configured_spec(config.cache, model.config),
         vocab_size=model.config.vocab_size,
-        stop_ids=stop_ids,
+        stop_ids=tuple(stop_ids),
         capacity=None if cache.capacity == "auto" else cache.capacity,
         buckets=engine.prefill_buckets,
         sharding=make_sharding(config.mesh),

@@ -4,9 +4,11 @@ Knows no text: `jkv.decode.text` turns tokens into it.
 """
 
 import functools
+import reprlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -15,9 +17,9 @@ import numpy as np
 
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheSpec
-from jkv.decode.batch import DEFAULT_BUCKETS, check_prompts, chunks, round_capacity
+from jkv.decode.batch import DEFAULT_BUCKETS, Prompts, chunks, read_prompts, round_capacity
 from jkv.decode.loop import FINISH_REASONS, NOT_FINITE, RUNNING, STOP, DecodeState, decode, prefill, start
-from jkv.decode.params import SamplingParams
+from jkv.decode.params import SamplingParams, require_whole
 from jkv.decode.sampling import Sampler
 from jkv.models.step import StepFunction
 from jkv.sharding import Sharding
@@ -48,6 +50,24 @@ class Decoding:
     capacity: int | None = None
     buckets: tuple[int, ...] = DEFAULT_BUCKETS
     sharding: Sharding | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for the first size or id that cannot be decoded with."""
+        require_whole("vocab_size", self.vocab_size, at_least=1)
+        for name in ("stop_ids", "buckets"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise ValueError(f"{name} must be a list of whole numbers, got {getattr(self, name)!r}")
+        for token in self.stop_ids:
+            if not isinstance(token, Integral) or not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"stop tokens must be in the vocabulary [0, {self.vocab_size}), got {token!r}"
+                )
+        if self.capacity is not None:
+            require_whole("capacity", self.capacity, at_least=1, unit=" token")
+        if not self.buckets:
+            raise ValueError("buckets must have a width of prefill steps, got none; leave them out")
+        for width in self.buckets:
+            require_whole("a width in buckets", width, at_least=1, unit=" token")
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,7 @@ class StepResult:
 
 def generate(
     decoding: Decoding,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
@@ -94,13 +114,14 @@ def generate(
 
     Args:
         decoding: the model and its cache.
-        prompts: token ids; lengths may differ.
+        prompts: token ids, in lists or in the rows of an array; lengths may differ.
         max_new_tokens: most new tokens of a sequence.
         sampling: for all sequences, or one each.
         seed: base of the streams of requests that have no seed of their own.
 
     Raises:
-        ValueError: a prompt is empty, too long or holds an unknown id, or the logits are not finite.
+        ValueError: a prompt is empty, too long or holds an unknown id, another argument cannot be honoured,
+            or the logits are not finite or not `vocab_size` wide.
     """
     state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     state = decode(decoding.step, decoding.weights, state, max_new_tokens)
@@ -120,7 +141,7 @@ class Stream:
     def __init__(
         self,
         decoding: Decoding,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
         max_new_tokens: int,
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
@@ -130,7 +151,7 @@ class Stream:
         self.decoding = decoding
         self.state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
         self.step_seconds: list[float] = []
-        self._stopped = np.zeros(len(prompts), bool)
+        self._stopped = np.zeros(self.state.finish.shape, bool)
 
     def __iter__(self) -> Iterator[StepResult]:
         finish = np.full(len(self._stopped), RUNNING)
@@ -156,7 +177,7 @@ class Stream:
 
 def begin(
     decoding: Decoding,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
@@ -167,20 +188,23 @@ def begin(
     Raises:
         ValueError: as `generate`.
     """
-    check_prompts(prompts, vocab_size=decoding.vocab_size)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    rows = len(prompts)
-    params = [sampling] * rows if isinstance(sampling, SamplingParams) else list(sampling)
+    decoding.check()
+    sequences = read_prompts(prompts, vocab_size=decoding.vocab_size)
+    require_whole("max_new_tokens", max_new_tokens, at_least=1, at_most=2**31 - 1)
+    require_whole("seed", seed, at_least=0)
+    rows = len(sequences)
+    params = [sampling] * rows if isinstance(sampling, SamplingParams) else sampling
+    if not isinstance(params, Sequence) or not all(isinstance(row, SamplingParams) for row in params):
+        raise ValueError(f"sampling must be SamplingParams, one or a list, got {reprlib.repr(params)}")
     if len(params) != rows:
         raise ValueError(
             f"sampling must be one for all or one a prompt, got {len(params)} for {rows} prompts"
         )
-    sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=prompts, base_seed=seed)
-    cache = make_cache(decoding, prompts, max_new_tokens)
+    sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=sequences, base_seed=seed)
+    cache = make_cache(decoding, sequences, max_new_tokens)
     place = functools.partial(_place, sharding=decoding.sharding)
     logits = place(jnp.zeros((rows, decoding.vocab_size), jnp.float32), ("seq", "vocab"))
-    for chunk in chunks(prompts, decoding.buckets):
+    for chunk in chunks(sequences, decoding.buckets):
         tokens, lens = place((chunk.tokens, chunk.lens))
         logits, cache = prefill(decoding.step, decoding.weights, cache, tokens, lens, logits)
     history = (rows, round_capacity(max_new_tokens, 16))

@@ -68,10 +68,23 @@ def prefill(
     """Run one chunk of the prompts and return each sequence's latest logits and the cache.
 
     Consumes `cache` and `logits`; a row with no token in this chunk keeps the logits it has.
+
+    Raises:
+        ValueError: the step's logits are of another shape.
     """
     cache, batch = cache.begin(lens, time=tokens.shape[1])
     latest, cache = step(weights, tokens, cache, batch)
+    check_logits(latest, logits.shape)
     return jnp.where(batch.lens[:, None] > 0, latest, logits), cache
+
+
+def check_logits(logits: jax.Array, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a step's logits have the shape; it is known when the step is traced."""
+    if logits.shape != shape:
+        raise ValueError(
+            f"a step's logits must end in vocab_size, here {list(shape)}, got {list(logits.shape)}; "
+            "set vocab_size to the width of the model's logits"
+        )
 
 
 @functools.partial(PlatformJit, donate_argnames="state")

@@ -100,7 +100,7 @@ class SamplingParams:
 
 def require_whole(
     name: str,
-    value: object,
+    value: int,
     *,
     at_least: int,
     at_most: int | None = None,

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jkv.decode.batch import read_ids
 from jkv.decode.filters import fixed_point_sum, min_p, relative_weights, top_k, top_p
-from jkv.decode.params import SamplingParams
+from jkv.decode.params import SamplingParams, require_whole
 from jkv.pytree import State, pytree, static
 
 _LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
@@ -114,6 +115,9 @@ class Sampler(State):
             )
         for row in params:
             row.check(vocab_size)
+        require_whole("base_seed", base_seed, at_least=0)
+        for index in request_indices:
+            require_whole("a request index", index, at_least=0)
         keys = _make_keys(params, base_seed, request_indices)
         return Sampler(
             num_draws=jnp.array([len(output) for output in outputs], jnp.int32),
@@ -312,7 +316,7 @@ def _make_penalties(
 
 
 def _count(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-    ids = np.asarray(tokens, np.int64)
+    ids = np.array(read_ids("a counted output or prompt", tokens), np.int64)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise ValueError(

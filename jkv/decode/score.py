@@ -4,7 +4,6 @@ Knows no text and draws no token.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.cache import Cache
-from jkv.decode.batch import check_prompts
+from jkv.decode.batch import Prompts, read_prompts
 from jkv.decode.generate import Decoding, make_cache
+from jkv.decode.loop import check_logits
+from jkv.decode.params import require_whole
 from jkv.decode.platform import PlatformJit
 from jkv.models.step import StepFunction
 
@@ -39,36 +40,45 @@ class Score:
         return float(np.exp(self.nll.mean(dtype=np.float64)))
 
 
-def score(
-    decoding: Decoding, tokens: Int[np.ndarray, "seq time"], *, chunk: int = 256, keep_logits: bool = False
-) -> Score:
+def score(decoding: Decoding, tokens: Prompts, *, chunk: int = 256, keep_logits: bool = False) -> Score:
     """Score tokens, given all before them, in steps of `chunk` tokens: the result does not depend on it.
 
     Args:
         decoding: the model and its cache.
-        tokens: rows of one length, at least 2.
+        tokens: lists of ids or the rows of an array; of one length, at least 2.
         chunk: tokens of a step; memory follows it, not the length.
         keep_logits: bring the logits of every token to the host.
 
     Raises:
-        ValueError: there are too few tokens or too many, an id is unknown, or the logits are not finite.
+        ValueError: there are too few tokens or too many, an id is unknown, or the logits are not finite or
+            not `vocab_size` wide.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
-    rows, time = tokens.shape
-    if rows < 1 or time < 2:
+    decoding.check()
+    require_whole("chunk", chunk, at_least=1, unit=" token")
+    prompts = read_prompts(tokens, vocab_size=decoding.vocab_size)
+    rows, lengths = len(prompts), sorted({len(prompt) for prompt in prompts})
+    time = lengths[0]
+    if time < 2:
         raise ValueError(f"a score needs at least 2 tokens a row, got {rows} rows of {time}")
-    prompts: Sequence[Sequence[int]] = tokens.tolist()
-    check_prompts(prompts, vocab_size=decoding.vocab_size)
+    if len(lengths) > 1:
+        raise ValueError(f"a score needs rows of one length, got lengths from {time} to {lengths[-1]}")
+    ids = np.array(prompts, np.int32)
     cache = make_cache(decoding, prompts, max_new_tokens=1)
     chunk = min(chunk, time)
     nll, logits = [], []
     for start in range(0, time, chunk):
-        inputs = _columns(tokens, start, chunk)
-        targets = _columns(tokens, start + 1, chunk)
+        inputs = _columns(ids, start, chunk)
+        targets = _columns(ids, start + 1, chunk)
         lens = jnp.full(rows, min(chunk, time - start), jnp.int32)
         losses, kept, cache = score_chunk(
-            decoding.step, decoding.weights, cache, inputs, targets, lens, keep_logits=keep_logits
+            decoding.step,
+            decoding.weights,
+            cache,
+            inputs,
+            targets,
+            lens,
+            vocab_size=decoding.vocab_size,
+            keep_logits=keep_logits,
         )
         nll.append(jax.device_get(losses))
         if keep_logits:
@@ -79,7 +89,9 @@ def score(
     return Score(whole, np.concatenate(logits, axis=1)[:, :time] if keep_logits else None)
 
 
-@functools.partial(PlatformJit, static_argnames=("step", "keep_logits"), donate_argnames="cache")
+@functools.partial(
+    PlatformJit, static_argnames=("step", "vocab_size", "keep_logits"), donate_argnames="cache"
+)
 def score_chunk(
     step: StepFunction,
     weights: Any,
@@ -88,11 +100,17 @@ def score_chunk(
     targets: Int[Array, "seq time"],
     lens: Int[Array, " seq"],
     *,
+    vocab_size: int,
     keep_logits: bool,
 ) -> tuple[Float[Array, "seq time"], Float[Array, "seq time vocab"] | None, Cache]:
-    """Return each target's negative log-likelihood, logits if kept, and the cache. Consumes `cache`."""
+    """Return each target's negative log-likelihood, logits if kept, and the cache. Consumes `cache`.
+
+    Raises:
+        ValueError: the logits are not `vocab_size` wide.
+    """
     cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
     logits, cache = step(weights, tokens, cache, batch)
+    check_logits(logits, (*tokens.shape, vocab_size))
     return _losses(logits, targets), logits if keep_logits else None, cache
 
 

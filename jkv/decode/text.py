@@ -3,9 +3,11 @@
 Puts `Stream` and the tokenizer's text together; knows no terminal and no server.
 """
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from jkv.decode.batch import Prompts, read_prompts
 from jkv.decode.generate import GREEDY, Decoding, StepResult, Stream, results
 from jkv.decode.params import SamplingParams
 from jkv.models.detokenize import Detokenizer, StopStrings
@@ -55,7 +57,7 @@ class TextStream:
     Args:
         decoding: the model and its cache.
         tokenizer: what the tokens belong to; None gives tokens without text.
-        prompts: token ids; lengths may differ.
+        prompts: token ids, in lists or in the rows of an array; lengths may differ.
         max_new_tokens: most new tokens of a sequence.
         sampling: for all sequences, or one each.
         stop_strings: texts that end a sequence; nothing of one is passed on.
@@ -69,19 +71,22 @@ class TextStream:
         self,
         decoding: Decoding,
         tokenizer: Tokenizer | None,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
         max_new_tokens: int,
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         stop_strings: Sequence[str] = (),
         seed: int = 0,
     ):
+        if isinstance(stop_strings, str) or not all(isinstance(stop, str) for stop in stop_strings):
+            raise ValueError(f"stop_strings must be a list of texts, got {reprlib.repr(stop_strings)}")
         if stop_strings and tokenizer is None:
             raise ValueError(
                 f"stop strings need a model with a tokenizer, got {list(stop_strings)} without one"
             )
-        self._rows = [_Row(_TextEnd(tokenizer, stop_strings) if tokenizer else None) for _ in prompts]
-        self._stream = Stream(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+        rows = read_prompts(prompts, vocab_size=decoding.vocab_size)
+        self._rows = [_Row(_TextEnd(tokenizer, stop_strings) if tokenizer else None) for _ in rows]
+        self._stream = Stream(decoding, rows, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
 
     def __iter__(self) -> Iterator[TextStep]:
         for step in self._stream:

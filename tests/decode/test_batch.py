@@ -1,10 +1,16 @@
 """Prompts cut into padded steps, and capacities rounded."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jkv.decode.batch import check_prompts, chunks, round_capacity
+from jkv.decode.batch import chunks, read_prompts, round_capacity
 
 PROMPTS = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=40), min_size=1, max_size=4)
 
@@ -35,15 +41,32 @@ def test_a_capacity_is_a_power_of_two_of_pages_that_holds_the_tokens():
     assert round_capacity(5, 3) == 6
 
 
+@pytest.mark.parametrize("kind", [list, tuple, np.array, jnp.array, iter])
+def test_prompts_may_be_lists_or_arrays(kind: Callable):
+    rows = read_prompts(kind([[1, 2], [3, 4]]), vocab_size=100)
+    assert rows == [[1, 2], [3, 4]]
+    assert all(type(token) is int for row in rows for token in row)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
         ([], "at least one prompt is needed"),
         ([[1], []], "prompt 1 is empty"),
-        ([[1, 100]], r"prompt 0 has token id 100, outside the vocabulary \[0, 100\)"),
+        ([[1, 100]], "prompt 0 has token id 100, outside the vocabulary [0, 100)"),
         ([[-1]], "prompt 0 has token id -1"),
+        ([[1], [0.5, 1.7]], "prompt 1 must be a list of whole token ids, got [0.5, 1.7]"),
+        (np.ones((2, 3)), "prompt 0 must be a list of whole token ids, got array([1., 1., 1.])"),
+        (np.ones((2, 3, 4), int), "prompt 0 must be a list of whole token ids, got array([[1"),
+        ([0, 1, 2], "prompt 0 must be a list of whole token ids, got 0;"),
+        ("abc", "prompt 0 must be a list of whole token ids, got 'a';"),
+        (["abc"], "prompt 0 must be a list of whole token ids, got 'abc';"),
+        ([None], "prompt 0 must be a list of whole token ids, got None;"),
+        (7, "prompts must be lists of token ids, as [[1, 2], [3]], got 7"),
+        (None, "prompts must be lists of token ids, as [[1, 2], [3]], got None"),
     ],
 )
-def test_prompts_that_cannot_be_decoded_are_refused(prompts: list, message: str):
-    with pytest.raises(ValueError, match=message):
-        check_prompts(prompts, vocab_size=100)
+def test_prompts_that_cannot_be_decoded_are_refused(prompts: Any, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_prompts(prompts, vocab_size=100)

@@ -1,6 +1,8 @@
 """Generation: rows that do not affect each other, ends, limits, and what is refused."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -192,13 +194,53 @@ def test_a_prompt_that_just_fits_is_decoded_and_one_token_more_is_refused():
         generate(decoding, [[1] * 6], max_new_tokens=2)
 
 
+def test_the_rows_of_an_array_are_prompts():
+    rows = generate(make_counting(), np.array([[1, 2], [5, 6]], np.uint8), max_new_tokens=2)
+    assert tokens_of(rows) == [[3, 4], [7, 8]]
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"max_new_tokens": 1, "sampling": [SamplingParams()] * 3}, "one a prompt, got 3 for 2 prompts"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be from 1 to 2147483647, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, got 2.5"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens must be from 1 to 2147483647, got 2147483648"),
+        ({"sampling": [SamplingParams()] * 3}, "one a prompt, got 3 for 2 prompts"),
+        ({"sampling": None}, "sampling must be SamplingParams, one or a list, got None"),
+        ({"sampling": [0.5, 0.5]}, "sampling must be SamplingParams, one or a list, got [0.5, 0.5]"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
+        ({"prompts": [1, 2]}, "prompt 0 must be a list of whole token ids, got 1"),
+        ({"prompts": [[VOCAB_SIZE]]}, "prompt 0 has token id 32, outside the vocabulary [0, 32)"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        generate(make_counting(), [[1], [2]], **options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(make_counting(), **{"prompts": [[1], [2]], "max_new_tokens": 1} | options)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"buckets": ()}, "buckets must have a width of prefill steps, got none; leave them out"),
+        ({"buckets": (-1, 4)}, "a width in buckets must be at least 1 token, got -1"),
+        ({"buckets": (0,)}, "a width in buckets must be at least 1 token, got 0"),
+        ({"buckets": (4.0,)}, "a width in buckets must be a whole number, got 4.0"),
+        ({"buckets": 4}, "buckets must be a list of whole numbers, got 4"),
+        ({"stop_ids": (3, 99)}, "stop tokens must be in the vocabulary [0, 32), got 99"),
+        ({"stop_ids": (-1,)}, "stop tokens must be in the vocabulary [0, 32), got -1"),
+        ({"stop_ids": (1.5,)}, "stop tokens must be in the vocabulary [0, 32), got 1.5"),
+        ({"stop_ids": 3}, "stop_ids must be a list of whole numbers, got 3"),
+        ({"capacity": 0}, "capacity must be at least 1 token, got 0"),
+        ({"capacity": 8.0}, "capacity must be a whole number, got 8.0"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"vocab_size": 40}, "a step's logits must end in vocab_size, here [1, 40], got [1, 32]"),
+        ({"vocab_size": 20}, "a step's logits must end in vocab_size, here [1, 20], got [1, 32]"),
+    ],
+)
+def test_a_decoding_that_makes_no_sense_is_refused(options: dict, message: str):
+    decoding = dataclasses.replace(make_counting(), **options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(decoding, [[1]], max_new_tokens=2)
