@@ -29,7 +29,7 @@ def compose(config: str, names: Mapping[str, str], problems: list[Problem]) -> d
         return {}
     if not isinstance(top.value, dict):
         problems.append(
-            Problem(top.place, "", f"must be a mapping of {', '.join(FOLDERS)}, got {top.plain()!r}")
+            Problem(top.place, "", f"must be a mapping of {', '.join(FOLDERS)}, got {top.shown()}")
         )
         return {}
     entries = top.value | {kind: Entry(name, COMMAND_LINE) for kind, name in names.items()}
@@ -93,7 +93,7 @@ def _resolve(
         read = read_yaml(file, problems)
         return read and _resolve(kind, read, library, (*seen, file), problems)
     if not isinstance(entry.value, dict):
-        problems.append(Problem(entry.place, kind, f"must be a name or a mapping, got {entry.plain()!r}"))
+        problems.append(Problem(entry.place, kind, f"must be a name or a mapping, got {entry.shown()}"))
         return None
     own = Entry({key: value for key, value in entry.value.items() if key != "base"}, entry.place)
     if "base" not in entry.value:

@@ -3,7 +3,6 @@
 Knows pydantic's error types and the schema's key names.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -31,10 +30,10 @@ def explain(kind: str, entry: Entry, error: ValidationError) -> list[Problem]:
         else:
             wanted.setdefault(path, []).append(_wanted(item))
     for path, expected in wanted.items():
-        got = entry.find(path).plain()
-        hint = did_you_mean(got, re.findall(r'"([^"]*)"', " ".join(expected)))
+        got = entry.find(path)
+        hint = did_you_mean(got.plain(), re.findall(r'"([^"]*)"', " ".join(expected)))
         problems.append(
-            problem_at(kind, entry, path, f"must be {' or '.join(expected)}, got {json.dumps(got)}{hint}")
+            problem_at(kind, entry, path, f"must be {' or '.join(expected)}, got {got.shown()}{hint}")
         )
     return problems
 

@@ -7,7 +7,7 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from jkv.config.compose import FOLDERS
@@ -43,22 +43,46 @@ def apply_flags(config: DecodeConfig, flags: Sequence[str]) -> DecodeConfig:
     Raises:
         ConfigError: a flag is unknown, or its value is not of the right kind.
     """
+    changed, unknown = read_flags(DecodeConfig, flags, prog="jkv", default=config)
+    refuse_unknown(unknown, [f"--{kind}" for kind in FOLDERS] + _flags(asdict(config), "--"))
+    return changed
+
+
+def read_flags[T](kind: type[T], flags: Sequence[str], *, prog: str, **options: Any) -> tuple[T, list[str]]:
+    """Read a dataclass from flags; returns it and the arguments that are not its own.
+
+    Args:
+        kind: the dataclass.
+        flags: as on the command line; a request for help prints it and exits.
+        prog: the command that the help names.
+        options: of `tyro.cli`.
+
+    Raises:
+        ConfigError: a value is missing, or not of the right kind.
+    """
     import tyro  # takes longer to import than the rest of a load without flags
 
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            changed, unknown = tyro.cli(
-                DecodeConfig, default=config, args=flags, prog="jkv", return_unknown_args=True
-            )
+            read: Any = tyro.cli(kind, args=flags, prog=prog, return_unknown_args=True, **options)
     except SystemExit as exit_:
         if not exit_.code:
             raise
-        raise ConfigError([Problem(COMMAND_LINE, "", _sentence(report.getvalue()))]) from None
+        raise ConfigError(_problems(report.getvalue(), kind)) from None
+    return read
+
+
+def own_flags(kind: type[Any]) -> list[str]:
+    """Return the flags of a dataclass's fields."""
+    return [f"--{field.name.replace('_', '-')}" for field in fields(kind)]
+
+
+def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
+    """Raise a ConfigError for arguments that nothing reads, each with the nearest known flag."""
     if unknown:
         strangers = [argument for argument in unknown if argument.startswith("--")] or unknown
-        raise ConfigError([_unknown(argument, config) for argument in strangers])
-    return changed
+        raise ConfigError([_unknown(argument, known) for argument in strangers])
 
 
 def command_line_entry(value: Any) -> Entry:
@@ -70,15 +94,46 @@ def command_line_entry(value: Any) -> Entry:
     return Entry(value, COMMAND_LINE)
 
 
-def _sentence(report: str) -> str:
-    """Return the first paragraphs of tyro's boxed report as one line, its title dropped."""
-    lines = [line.strip(" │╭╰╮╯─-") for line in report.splitlines()]
+def _problems(report: str, kind: type[Any]) -> list[Problem]:
+    """Turn tyro's boxed report into sentences; what it says in no known way stays in its words."""
+    lines = [line.strip(" │╭╰╮╯─") for line in report.splitlines()]
     text = " ".join(line for line in lines[1:] if line)
-    return re.split(r"Got errors:|Argument helptext:|For full helptext", text)[0].strip()
+    if text.startswith("Missing from"):
+        missing, _, strangers = text.partition("Unrecognized options:")
+        needed = re.findall(r"--[a-z][\w.-]*(?= [A-Z{\[])", missing.partition(":")[2])
+        problems = [Problem(COMMAND_LINE, flag, "is missing; --help describes it") for flag in needed]
+        problems += [
+            _unknown(flag, own_flags(kind))
+            for flag in re.findall(r"--[\w.-]+", strangers.split("For full")[0])
+        ]
+        return problems or [Problem(COMMAND_LINE, "", "an argument is missing; --help describes it")]
+    if wrong := re.search(r"Error parsing (\S+): .*?(?: from |: )(\[.*?\]|'.*?')[. ]", text + " "):
+        flag, got = wrong.groups()
+        form = re.search(rf"Argument helptext: .*?{re.escape(flag)} (\[.+?\]\]|\S+)", text)
+        wanted = _wanted(form.group(1)) if form else "of another kind"
+        return [Problem(COMMAND_LINE, flag, f"must be {wanted}, got {got.strip('[]')}")]
+    if wrong := re.search(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", text):
+        got, flag, choices = wrong.groups()
+        known = [choice for choice in re.findall(r"'(.*?)'", choices) if choice != "None"]
+        hint = did_you_mean(got, known)
+        return [Problem(COMMAND_LINE, flag, f"must be {' or '.join(known)}, got '{got}'{hint}")]
+    if wrong := re.search(r"Missing value for argument '(.*?)'", text):
+        return [Problem(COMMAND_LINE, wrong.group(1), "must be followed by a value")]
+    return [Problem(COMMAND_LINE, "", re.split(r"Got errors:|Argument helptext:|For full", text)[0].strip())]
 
 
-def _unknown(argument: str, config: DecodeConfig) -> Problem:
-    known = [f"--{kind}" for kind in FOLDERS] + _flags(asdict(config), "--")
+def _wanted(form: str) -> str:
+    """Say tyro's `{None}|INT|{auto}` in words."""
+    words = {"INT": "a whole number", "FLOAT": "a number", "STR": "text", "PATH": "a path"}
+    if form.startswith("["):
+        return (
+            f"{form.split()[0].strip('[]').replace('INT', 'whole numbers').replace('STR', 'text')} and so on"
+        )
+    kinds = [word.strip("{}") for word in form.split("|") if word != "{None}"]
+    return " or ".join(words.get(kind, kind.replace(",", " or ")) for kind in kinds)
+
+
+def _unknown(argument: str, known: Sequence[str]) -> Problem:
     hint = did_you_mean(argument.partition("=")[0], known)
     return Problem(COMMAND_LINE, argument, f"is not a flag{hint or '; --help lists them'}")
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-Count = Annotated[int, Field(strict=True, gt=0)]
+Count = Annotated[int, Field(strict=True, gt=0, lt=2**31)]  # positions are int32
 Text = Annotated[str, Field(min_length=1)]
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Conflict = tuple[tuple[str, ...], str]

@@ -3,6 +3,7 @@
 Knows YAML's syntax and nothing of what the keys mean.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ class Entry:
         if isinstance(self.value, tuple):
             return tuple(entry.plain() for entry in self.value)
         return self.value
+
+    def shown(self) -> str:
+        """Return the value as JSON, which is YAML too."""
+        return json.dumps(self.plain())
 
     def find(self, path: Sequence[str]) -> "Entry":
         """Return the entry at `path`, or the deepest one on the way to it."""
@@ -67,6 +72,10 @@ def read_yaml(file: Path, problems: list[Problem]) -> Entry | None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         problems.append(Problem(Place(name, line), "", f"must be YAML, got: {error.problem}"))
+    except RecursionError:
+        problems.append(
+            Problem(Place(name), "", "must be YAML that a person can read, got too deep a nesting")
+        )
     except yaml.reader.ReaderError as error:
         problems.append(Problem(Place(name), "", f"must be UTF-8 text, got: {error.reason}"))
     return None
@@ -75,6 +84,9 @@ def read_yaml(file: Path, problems: list[Problem]) -> Entry | None:
 def display(file: Path) -> str:
     """Return the file's name as a user in the current folder would write it."""
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else str(file)
+
+
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")}
 
 
 class _Loader(yaml.SafeLoader):
@@ -118,6 +130,9 @@ class _Converter:
             return Entry(self.mapping(node, path), place)
         if isinstance(node, yaml.SequenceNode):
             return Entry(tuple(self.convert(item, path) for item in node.value), place)
+        if node.tag not in _TAGS:
+            self.add(node, path, f"must have no tag, got {node.tag}; write the value alone")
+            return Entry(None, place)
         return Entry(self.loader.construct_object(node), place)
 
     def mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, Entry]:
@@ -125,7 +140,8 @@ class _Converter:
         for key, value in node.value:
             name = self.loader.construct_object(key) if isinstance(key, yaml.ScalarNode) else None
             if not isinstance(name, str):
-                self.add(key, path, f"a key must be text, got {key.value!r}; quote it")
+                got = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                self.add(key, path, f"a key must be text, got {got}; quote it")
             elif name in entries:
                 self.add(
                     key, (*path, name), f"stands twice, first on line {entries[name].place.line}; keep one"

@@ -196,13 +196,20 @@ def test_a_base_that_leads_to_itself_is_refused(tmp_path):
     ("text", "message"),
     [
         ("", ":1: must hold a mapping, got an empty file"),
-        ("[1]\n", ":1: must be a mapping of model, cache, mesh, engine, got (1,)"),
+        ("[1]\n", ":1: must be a mapping of model, cache, mesh, engine, got [1]"),
         ("model: {\n", ":2: must be YAML, got: expected the node content, but found '<stream end>'"),
         (
             "model: &a {path: toy}\ncache: *a\n",
             ":2: must be YAML, got: an alias (*name); write the value out",
         ),
-        ("model: !!python/name:os.system x\n", ":1: must be YAML, got: could not determine a constructor"),
+        (
+            "model: !!python/name:os.system x\n",
+            ":1: model: must have no tag, got tag:yaml.org,2002:python/name:os.system",
+        ),
+        ("model: !!binary eA==\n", ":1: model: must have no tag, got tag:yaml.org,2002:binary"),
+        ("model: [1, 2]\n", ":1: model: must be a name or a mapping, got [1, 2]"),
+        ("? [a, b]\n: c\n", ":1: a key must be text, got a list or a mapping; quote it"),
+        ("model: " + "[" * 5000, ": must be YAML that a person can read, got too deep a nesting"),
     ],
 )
 def test_what_is_not_strict_yaml_is_refused(tmp_path, text, message):
@@ -256,9 +263,17 @@ def test_flags_take_whole_sections_by_name():
     ("flags", "message"),
     [
         (["--cache.pagesize", "8"], '--cache.pagesize: is not a flag (did you mean "--cache.page-size"?)'),
-        (["--cache.page-size", "x"], "Error parsing --cache.page-size"),
+        (["--cache.page-size", "x"], "--cache.page-size: must be a whole number, got 'x'"),
+        (["--cache.page-size", "1" + "0" * 21], "cache.page_size: must be less than 2147483648, got 1000"),
+        (["--cache.capacity", "x"], "--cache.capacity: must be a whole number or auto, got 'x'"),
+        (["--engine.sampling.top-p", "x"], "--engine.sampling.top-p: must be a number, got 'x'"),
+        (
+            ["--engine.prefill-buckets", "x"],
+            "--engine.prefill-buckets: must be whole numbers and so on, got 'x'",
+        ),
+        (["--engine.seed"], "--engine.seed: must be followed by a value"),
         (["--cache.page-size", "0"], "cache.page_size: must be greater than 0, got 0"),
-        (["--cache.codec", "f16"], "invalid choice 'f16'"),
+        (["--cache.codec", "f16"], "--cache.codec: must be f32 or bf16 or"),
         (["--cache", "dense-bf17"], 'cache: must name a file in configs/caches, got "dense-bf17"'),
         (["--cache"], '--cache: must be followed by a name, got ""'),
         (["--cache", "--mesh"], '--cache: must be followed by a name, got "--mesh"'),
