@@ -129,12 +129,12 @@ def generate(
 
 
 class Stream:
-    """Tokens of a batch as they come; iterate it once.
+    """Tokens of a batch as they come; iterating again goes on where the last time ended.
 
     The device runs one step ahead of the host. `stop` ends a sequence early, with reason `stop`.
 
     Attributes:
-        state: the latest decode state.
+        state: the latest decode state; of a sequence that runs it holds one token more than has come.
         step_seconds: host time between the arrivals of tokens, one a step; the first is the prefill's.
     """
 
@@ -151,12 +151,11 @@ class Stream:
         self.decoding = decoding
         self.state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
         self.step_seconds: list[float] = []
-        self._stopped = np.zeros(self.state.finish.shape, bool)
+        # Why sequences ended, as far as the host has been told.
+        self._finish = np.full(self.state.finish.shape, RUNNING)
 
     def __iter__(self) -> Iterator[StepResult]:
-        finish = np.full(len(self._stopped), RUNNING)
-        while True:
-            was_running = (finish == RUNNING) & ~self._stopped
+        while (was_running := self._finish == RUNNING).any():
             latest = _latest(self.state)
             # Queued before the host reads this step's tokens, so that the device does not wait for it.
             self.state = decode(self.decoding.step, self.decoding.weights, self.state, 1)
@@ -165,14 +164,22 @@ class Stream:
             self.step_seconds.append(now - self._clock)
             self._clock = now
             _check_finite(finish)
+            self._finish = np.array(finish)
             yield _step_result(tokens, logprobs, finish, was_running)
-            if not ((finish == RUNNING) & ~self._stopped).any():
-                return
 
     def stop(self, sequence: int) -> None:
-        """End a sequence: it takes no further step, and results say nothing of it again."""
-        self._stopped[sequence] = True
-        self.state = self.state.replace(finish=self.state.finish.at[sequence].set(STOP))
+        """End a sequence after the tokens that have come; one that has ended stays as it is.
+
+        Raises:
+            ValueError: there is no such sequence.
+        """
+        require_whole("sequence", sequence, at_least=0, at_most=len(self._finish) - 1)
+        if self._finish[sequence] != RUNNING:
+            return
+        self._finish[sequence] = STOP
+        # A step brings each running sequence one token; the one that the device is ahead by is dropped.
+        num_new = self.state.num_new.at[sequence].set(len(self.step_seconds))
+        self.state = self.state.replace(finish=self.state.finish.at[sequence].set(STOP), num_new=num_new)
 
 
 def begin(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,58 @@ def test_a_stopped_row_leaves_the_others_running():
         if len(seen) == 2:
             stream.stop(0)
     assert seen == [(2, 21), (3, 22), (None, 23), (None, 24), (None, 25)]
+
+
+def test_results_hold_no_more_of_a_stopped_row_than_has_come():
+    stream = Stream(make_counting(), [[1], [20]], max_new_tokens=5)
+    steps = iter(stream)
+    next(steps), next(steps)
+    stream.stop(0)
+    stopped, _ = module.results(stream.state)
+    assert (stopped.tokens, stopped.finish_reason) == ((2, 3), "stop")
+    assert [step.tokens for step in steps] == [(None, 23), (None, 24), (None, 25)]
+    assert module.results(stream.state)[0] == stopped
+    assert len(module.results(stream.state)[1].tokens) == 5
+
+
+def test_a_row_stopped_before_the_first_step_has_no_token():
+    stream = Stream(make_counting(), [[1], [20]], max_new_tokens=2)
+    stream.stop(0)
+    assert [step.tokens for step in stream] == [(None, 21), (None, 22)]
+    assert module.results(stream.state)[0].tokens == ()
+
+
+def test_stopping_a_row_that_has_ended_changes_nothing():
+    stream = Stream(make_counting(stop_ids=(10,)), [[9], [20]], max_new_tokens=2)
+    assert len(list(stream)) == 2
+    ended = module.results(stream.state)
+    stream.stop(0)
+    stream.stop(1)
+    assert module.results(stream.state) == ended
+    assert [row.finish_reason for row in ended] == ["stop", "length"]
+
+
+def test_a_stream_iterated_again_goes_on_and_ends():
+    stream = Stream(make_counting(stop_ids=(3,)), [[1], [20]], max_new_tokens=4)
+    first = [step.tokens for _, step in zip(range(2), stream, strict=False)]
+    assert first == [(2, 21), (3, 22)]
+    assert [step.tokens for step in stream] == [(None, 23), (None, 24)]
+    assert list(stream) == []
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        (7, "sequence must be from 0 to 1, got 7"),
+        (-1, "sequence must be from 0 to 1, got -1"),
+        (0.5, "sequence must be a whole number, got 0.5"),
+    ],
+)
+def test_a_stream_stops_only_sequences_that_it_has(sequence: Any, message: str):
+    stream = Stream(make_counting(), [[1], [20]], max_new_tokens=2)
+    with pytest.raises(ValueError, match=message):
+        stream.stop(sequence)
 
 
 def test_twenty_prompt_lengths_compile_a_handful_of_programs():
