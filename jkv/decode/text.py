@@ -49,7 +49,7 @@ class TextGeneration:
 
 
 class TextStream:
-    """Text of a batch as it comes; iterate it once.
+    """Text of a batch as it comes; iterating again goes on where the last time ended.
 
         for step in TextStream(decoding, tokenizer, [tokenizer.encode("Once")], max_new_tokens=32):
             print(step.pieces[0], end="", flush=True)
@@ -78,7 +78,8 @@ class TextStream:
         stop_strings: Sequence[str] = (),
         seed: int = 0,
     ):
-        if isinstance(stop_strings, str) or not all(isinstance(stop, str) for stop in stop_strings):
+        is_list = isinstance(stop_strings, Sequence) and not isinstance(stop_strings, str)
+        if not is_list or not all(isinstance(stop, str) for stop in stop_strings):
             raise ValueError(f"stop_strings must be a list of texts, got {reprlib.repr(stop_strings)}")
         if stop_strings and tokenizer is None:
             raise ValueError(

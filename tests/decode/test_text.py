@@ -123,6 +123,30 @@ def test_stop_strings_without_a_tokenizer_are_refused():
         TextStream(make_decoding(), None, [[5]], max_new_tokens=3, stop_strings=["x"])
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("stop_strings", ["ef", ["ef", 5], [b"ef"], 5])
+def test_stop_strings_that_are_no_list_of_texts_are_refused(stop_strings):
+    with pytest.raises(ValueError, match="stop_strings must be a list of texts, got"):
+        make_stream("a", stop_strings=stop_strings)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("prompts", ["text", [0, 1], [[0.5]], None])
+def test_prompts_that_are_no_lists_of_ids_are_refused(prompts):
+    with pytest.raises(ValueError, match=r"must be (a list|lists) of"):
+        TextStream(make_decoding(), make_tokenizer(), prompts, max_new_tokens=3)
+
+
+def test_text_iterated_again_goes_on_and_ends():
+    stream = make_stream("a", "p", stop_strings=["c"])
+    first = next(iter(stream)).pieces
+    rest = list(stream)
+    assert first == ("b", "q")
+    assert ["".join(pieces) for pieces in zip(*(step.pieces for step in rest), strict=True)] == ["", "rstuv"]
+    assert list(stream) == []
+    assert [generation.text for generation in stream.generations()] == ["b", "qrstuv"]
+
+
 def test_cache_bytes_are_those_of_whole_pages():
     stream = make_stream("a", max_new_tokens=9)
     assert stream.cache_bytes == 16 * 2 * 4 * 4
