@@ -78,7 +78,8 @@ def attend(
         The attended values and the cache that holds the new rows.
 
     Raises:
-        ValueError: shapes disagree, `where` or `batch` is missing, or a gradient is taken through a cache.
+        ValueError: shapes disagree, `where` or `batch` is missing, `where` names no layer of the cache (a
+            traced index is taken on trust), or a gradient is taken through a cache.
     """
     chosen = choose(implementation)
     if cache is None:
@@ -94,6 +95,9 @@ def attend(
     group, layer = where
     if not 0 <= group < len(cache.pools):
         raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
+    num_layers = cache.spec.groups[group].num_layers
+    if isinstance(layer, int) and not 0 <= layer < num_layers:
+        raise ValueError(f"layer must be in [0, {num_layers}) of cache group {group}, got {layer}")
 
     spec = cache.spec.groups[group]
     _check_call(query, key, value, cache, group, window)

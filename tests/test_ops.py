@@ -84,6 +84,8 @@ def test_an_implementation_is_named_or_left_to_the_platform():
     [
         (make_heads(2), None, (0, 0), "given together or not at all"),
         (make_heads(2), make_heads(2), (1, 0), r"cache group must be in \[0, 1\), got 1"),
+        (make_heads(2), make_heads(2), (0, 2), r"layer must be in \[0, 2\) of cache group 0, got 2"),
+        (make_heads(2), make_heads(2), (0, -1), r"layer must be in \[0, 2\)"),
         (make_heads(1), make_heads(1), (0, 0), r"keys must have .* \(2, 8\), got \(1, 8\)"),
     ],
 )
@@ -95,3 +97,12 @@ def test_a_call_that_cannot_be_computed_is_refused(key, value, where, message: s
 def test_attention_without_keys_or_a_cache_is_refused():
     with pytest.raises(ValueError, match="needs keys and values"):
         ops.attend(make_heads(NUM_HEADS), None, None, scale=1.0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_layer_that_sees_past_what_its_group_keeps_is_refused(window: int | None):
+    group = CacheGroup(1, NUM_KV_HEADS, HEAD_DIM, window=4)
+    cache = Cache.dense(CacheSpec.create([group], page_size=2), num_sequences=ROWS, capacity=64)
+    cache, batch = cache.begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
+    with pytest.raises(ValueError, match=f"keeps the latest 4 tokens, .* got {window}"):
+        ops.attend(*make_rows(), cache, (0, 0), batch, scale=1.0, window=window)

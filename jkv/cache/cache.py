@@ -5,7 +5,7 @@ Knows nothing of attention: it gives new tokens their places and says what did n
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -152,25 +152,28 @@ class Cache(State):
     ) -> tuple["Cache", TokenBatch]:
         """Open a step that adds `lens` tokens to each sequence, and return the advanced cache and the batch.
 
-        A row whose tokens do not all fit, in its capacity and in the pages that its tables name, is refused
-        whole: it adds nothing, and `num_dropped` counts it.
+        A row whose tokens do not all fit, in `time`, in its capacity and in the pages that its tables name,
+        is refused whole: it adds nothing, and `num_dropped` counts it.
 
         Args:
-            lens: new tokens of each sequence, at most `time`.
+            lens: new tokens of each sequence; negative counts as 0.
             time: width that the step's rows are padded to.
             outputs: see `TokenBatch`.
 
         Raises:
-            ValueError: `time` is more than the `max_chunk` that the windows keep room for.
+            ValueError: `time` is more than the `max_chunk` that the windows keep room for, or `outputs` is
+                unknown.
         """
         if time > self.spec.max_chunk and any(self.is_ring(group) for group in range(len(self.pools))):
             raise ValueError(
                 f"a step must have at most max_chunk = {self.spec.max_chunk} tokens a sequence where a group "
                 f"has a window, got {time}"
             )
-        lens = jnp.clip(lens, 0, time)
+        if outputs not in get_args(Outputs):
+            raise ValueError(f"outputs must be one of {get_args(Outputs)}, got {outputs!r}")
+        lens = jnp.maximum(lens, 0)
         starts = self.lengths
-        is_fitting = starts + lens <= self.capacity
+        is_fitting = (lens <= time) & (starts + lens <= self.capacity)
         for group in range(len(self.pools)):
             is_fitting &= starts + lens <= self._room(group)
         accepted = jnp.where(is_fitting, lens, 0)

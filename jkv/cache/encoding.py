@@ -63,9 +63,10 @@ def decode(codec: Codec, stored: Stored, scale: Float[Array, " kv_head"] | None 
     if codec.scaling == "channels":
         assert stored.scale is not None
         assert stored.zero is not None
-        data = unpack(stored.data).reshape(*stored.scale.shape, -1)
-        runs = data * stored.scale.astype(jnp.float32)[..., None] + stored.zero.astype(jnp.float32)[..., None]
-        heads = runs.reshape(*data.shape[:-2], -1)
+        data = unpack(stored.data)
+        span = data.shape[-1] // stored.scale.shape[-1]
+        scale, zero = (jnp.repeat(a.astype(jnp.float32), span, axis=-1) for a in (stored.scale, stored.zero))
+        heads = data * scale + zero
     else:
         ndim = stored.data.ndim
         factor = _of_heads(scale, ndim) if stored.scale is None else stored.scale[..., None]
@@ -106,13 +107,19 @@ def unpack(data: Array) -> Float[Array, "..."]:
 
 def _encode_channels(codec: Codec, heads: Float[Array, "*rows head_dim"]) -> Stored:
     head_dim = heads.shape[-1]
-    runs = heads.reshape(*heads.shape[:-1], -1, codec.span(head_dim))
-    zero = runs.min(-1).astype(jnp.bfloat16)
+    span = codec.span(head_dim)
+    runs = heads.reshape(*heads.shape[:-1], head_dim // span, span)
+    zero = _to_bfloat16(runs.min(-1))
     # Divided first: the difference of two large numbers may overflow.
-    scale = (runs.max(-1) / 15 - zero.astype(jnp.float32) / 15).astype(jnp.bfloat16)
-    steps = (runs - zero.astype(jnp.float32)[..., None]) / _divisor(scale.astype(jnp.float32))[..., None]
+    scale = _to_bfloat16(runs.max(-1) / 15 - zero / 15)
+    steps = (runs - zero[..., None]) / _divisor(scale)[..., None]
     entries = jnp.clip(jnp.round(steps), 0, 15).reshape(heads.shape)
-    return Stored(data=pack(entries), scale=scale, zero=zero)
+    return Stored(data=pack(entries), scale=scale.astype(jnp.bfloat16), zero=zero.astype(jnp.bfloat16))
+
+
+def _to_bfloat16(x: Array) -> Array:
+    """Round float32 numbers to what bfloat16 holds; XLA may leave out a cast there and back."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def _of_heads(scale: Float[Array, " kv_head"] | None, ndim: int) -> Array:

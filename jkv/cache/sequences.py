@@ -1,4 +1,4 @@
-"""Functions from cache to cache that move whole sequences: clear, select, fork.
+"""Functions from cache to cache that move whole sequences: clear, select, fork, copy pages.
 
 Know pages and tables; nothing of what a page holds. Page ids are those of one device: on a mesh they are
 called inside `shard_map`, each shard with its own sequences.
@@ -79,12 +79,26 @@ def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq
     return _with_counts(cache.replace(pools=tuple(pools)), cache, rows)
 
 
+def copy_pages(
+    cache: Cache, sources: Sequence[Int[Array, " pair"]], targets: Sequence[Int[Array, " pair"]]
+) -> Cache:
+    """Return the cache with pages copied in every layer, as the books of a copy-on-write say.
+
+    Args:
+        cache: consumed where the caller donates it; its tables are left to `Cache.assign`.
+        sources: pages of each group; -1 copies none.
+        targets: where each goes, all different.
+    """
+    triples = zip(cache.pools, sources, targets, strict=True)
+    return cache.replace(pools=tuple(_copy(*triple) for triple in triples))
+
+
 def _with_counts(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:
     counts = {name: getattr(old, name)[rows] for name in ("lengths", "peaks", "num_dropped")}
     return cache.replace(**counts)
 
 
-def _copy(pool: Pool, sources: Int[Array, "seq max_pages"], targets: Int[Array, "seq max_pages"]) -> Pool:
+def _copy(pool: Pool, sources: Int[Array, "*pair"], targets: Int[Array, "*pair"]) -> Pool:
     """Copy pages within every layer, all of a layer read before any is written; -1 copies none."""
     sources, targets = sources.reshape(-1), targets.reshape(-1)
     is_kept = (sources >= 0) & (sources < pool.num_pages) & (targets >= 0) & (targets < pool.num_pages)

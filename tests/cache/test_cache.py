@@ -222,3 +222,77 @@ def test_a_mesh_that_does_not_divide_the_batch_is_refused():
         ValueError, match="'seq' has 6 entries, which 4 shards of mesh axis 'data' do not divide"
     ):
         Cache.dense(make_spec(), num_sequences=6, capacity=4, sharding=sharding)
+
+
+def make_window(**options) -> Cache:
+    spec = CacheSpec.create([CacheGroup(1, NUM_HEADS, HEAD_DIM, window=4)], page_size=2, max_chunk=3)
+    return Cache.dense(spec, num_sequences=1, capacity=40, **options)
+
+
+def advance(cache: Cache, count: int) -> Cache:
+    return cache.begin(jnp.array([count], jnp.int32), time=3)[0]
+
+
+def test_a_window_keeps_what_it_sees_and_one_step():
+    (pool,) = make_window().pools
+    assert pool.page_table.shape == (1, 4)
+    assert pool.keys.data.shape[0] == 4
+
+
+def test_a_step_longer_than_a_window_keeps_room_for_is_refused():
+    with pytest.raises(ValueError, match=r"at most max_chunk = 3 tokens a sequence .* got 4"):
+        make_window().begin(jnp.array([1], jnp.int32), time=4)
+
+
+@pytest.mark.parametrize(("length", "left"), [(15, 15), (11, 11), (10, 10), (9, 15), (3, 15), (0, 0)])
+def test_a_truncation_to_what_a_window_has_overwritten_is_refused(length: int, left: int):
+    """Of 15 tokens the ring keeps 8, from position 7: a token at 10 sees 7 to 10."""
+    cache = make_window()
+    for _ in range(5):
+        cache = advance(cache, 3)
+    assert cache.truncate(jnp.array([length], jnp.int32)).lengths.tolist() == [left]
+
+
+def test_what_was_overwritten_stays_lost_after_a_truncation():
+    cache = make_window()
+    for _ in range(5):
+        cache = advance(cache, 3)
+    cache = advance(cache.truncate(jnp.array([11], jnp.int32)), 1)
+    assert cache.truncate(jnp.array([9], jnp.int32)).lengths.tolist() == [12]
+
+
+@pytest.mark.parametrize(("lens", "dropped"), [(4, 4), (3, 0), (-2, 0)])
+def test_more_tokens_than_the_step_is_wide_are_refused_whole(lens: int, dropped: int):
+    cache = advance(make_window(), lens)
+    assert (cache.lengths.tolist(), cache.num_dropped.tolist()) == ([max(lens, 0) - dropped], [dropped])
+
+
+def test_calibrated_scales_are_asked_for_and_copied():
+    spec = make_spec(num_layers=2, codec="int8_static")
+    with pytest.raises(ValueError, match=r"scales of keys must have the shape \(2, 2\), got None"):
+        Cache.dense(spec, num_sequences=1, capacity=4)
+    scales = jnp.ones((2, NUM_HEADS))
+    cache = Cache.dense(spec, num_sequences=1, capacity=4, scales=[(scales, scales)])
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((cache, scales))}
+    assert len(pointers) == len(jax.tree.leaves((cache, scales)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_pages": [0]}, r"one sequence, one token and one page, got 2, 8 and \(0,\)"),
+        ({"num_pages": [3, 3]}, "one entry a group, got 2 for 1"),
+        ({"capacity": 0}, "one sequence, one token and one page"),
+    ],
+)
+def test_a_paged_cache_that_cannot_be_is_refused(sizes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        Cache.paged(make_spec(), **{"num_sequences": 2, "capacity": 8, "num_pages": [3]} | sizes)
+
+
+def test_a_paged_cache_takes_nothing_before_it_has_pages():
+    cache = Cache.paged(make_spec(page_size=2), num_sequences=2, capacity=8, num_pages=[3])
+    cache, _ = cache.begin(jnp.array([1, 1], jnp.int32), time=1)
+    assert (cache.lengths.tolist(), cache.num_dropped.tolist()) == ([0, 0], [1, 1])
+    with pytest.raises(ValueError, match=r"page tables must have the shapes \[\(2, 4\)\]"):
+        cache.assign([jnp.zeros((2, 3), jnp.int32)])

@@ -1,0 +1,231 @@
+"""Caches driven through histories of appends, truncations, forks and moves, beside a dense model of them.
+
+The model keeps each sequence's heads as their codec reads them, so that what differs is never the codec.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv import ops
+from jkv.cache import sequences
+from jkv.cache.allocator import PageAllocator
+from jkv.cache.cache import Cache
+from jkv.cache.codec import Codec
+from jkv.cache.encoding import decode, encode
+from jkv.cache.spec import CacheGroup, CacheSpec
+
+from .poison import poison
+
+NUM_LAYERS, LAYER = 2, 1
+WINDOW = 20
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a history runs on.
+
+    Attributes:
+        layout: dense or paged tables; window and paged_window overwrite what the window has left.
+        codec: of keys, and of values after a slash.
+        page_size: tokens of a page.
+        head_dim: entries of a head.
+        heads: query heads and KV heads.
+        num_rows: sequences.
+        pages_per_row: capacity of a sequence, in pages.
+    """
+
+    layout: str
+    codec: str = "f32"
+    page_size: int = 8
+    head_dim: int = 64
+    heads: tuple[int, int] = (4, 2)
+    num_rows: int = 3
+    pages_per_row: int = 5
+
+    @property
+    def window(self) -> int | None:
+        return WINDOW if "window" in self.layout else None
+
+    @property
+    def spec(self) -> CacheSpec:
+        codec, _, value_codec = self.codec.partition("/")
+        group = CacheGroup(
+            NUM_LAYERS, self.heads[1], self.head_dim, codec, value_codec or None, window=self.window
+        )
+        return CacheSpec.create([group], page_size=self.page_size, max_chunk=self.page_size)
+
+    @property
+    def tolerance(self) -> float:
+        # Raw bfloat16 pages are multiplied as they are: queries and probabilities are rounded as well.
+        return 2**-7 if "bf16" in self.codec else 2e-5
+
+
+class History:
+    """A cache and the model of what it holds."""
+
+    def __init__(self, form: Form, seed: int = 0):
+        self.form = form
+        self.random = np.random.default_rng(seed)
+        spec, rows = form.spec, form.num_rows
+        (group,) = spec.groups
+        self.scales = tuple(
+            jnp.full((NUM_LAYERS, group.num_kv_heads), 5.0 / (127 if codec.entry == "int8" else 448))
+            if codec.scaling == "static"
+            else None
+            for codec in group.codecs
+        )
+        capacity = form.pages_per_row * form.page_size
+        self.width = spec.pages_for(capacity)
+        sizes = {"num_sequences": rows, "capacity": capacity, "scales": [self.scales]}
+        self.allocator = None
+        if form.layout.startswith("paged"):
+            self.allocator = PageAllocator(2 * rows * self.width)
+            cache = Cache.paged(spec, **sizes, num_pages=[self.allocator.num_pages])
+        else:
+            cache = Cache.dense(spec, **sizes)
+        self.cache = poison(cache)
+        self.pages: list[list[int]] = [[] for _ in range(rows)]
+        self.heads = [np.zeros((2, 0, *form.heads[1:], form.head_dim), np.float32) for _ in range(rows)]
+
+    def append(self, lens: list[int], time: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Add tokens to each row in one step of `time`; return what attention gives and what it should."""
+        form = self.form
+        time = max(lens) if time is None else time
+        self._own(lens)
+        query = self.random.standard_normal((form.num_rows, time, form.heads[0], form.head_dim), np.float32)
+        key, value = self.random.standard_normal(
+            (2, form.num_rows, time, form.heads[1], form.head_dim), np.float32
+        )
+        arrays = (jnp.asarray(array) for array in (query, key, value))
+        out, self.cache = _step(self.cache, jnp.array(lens, jnp.int32), *arrays, form.window)
+        new = self._as_read(key, value)
+        for row, count in enumerate(lens):
+            self.heads[row] = np.concatenate([self.heads[row], new[:, row, :count]], axis=1)
+        self.check_lengths()
+        return np.asarray(out), self._expected(query, lens)
+
+    def truncate(self, lengths: list[int]) -> None:
+        self.cache = self.cache.truncate(jnp.array(lengths, jnp.int32))
+        for row, length in enumerate(lengths):
+            self.heads[row] = self.heads[row][:, :length]
+            if self.allocator and self.form.window is None:
+                kept = self.form.spec.pages_for(self.heads[row].shape[1])
+                self.allocator.free(self.pages[row][kept:])
+                del self.pages[row][kept:]
+        self.check_lengths()
+
+    def fork(self, rows: list[int]) -> None:
+        """Make row `i` continue row `rows[i]`: paged tables share pages, dense ones copy them."""
+        indices = jnp.array(rows, jnp.int32)
+        if self.allocator is None:
+            self.cache = jax.jit(sequences.select)(self.cache, indices)
+        else:
+            self.cache = jax.jit(sequences.fork)(self.cache, indices, [self._fork_pages(rows)])
+        self.heads = [self.heads[row] for row in rows]
+        self.check_lengths()
+
+    def clear(self, row: int) -> None:
+        self.cache = sequences.clear(self.cache, jnp.arange(self.form.num_rows) == row)
+        self.heads[row] = self.heads[row][:, :0]
+        if self.allocator:
+            self.allocator.free(self.pages[row])
+            self.pages[row] = []
+        self.check_lengths()
+
+    def check_lengths(self) -> None:
+        assert self.cache.lengths.tolist() == [heads.shape[1] for heads in self.heads]
+        assert self.cache.num_dropped.tolist() == [0] * self.form.num_rows
+        if self.allocator:
+            self.allocator.check()
+
+    def _own(self, lens: list[int]) -> None:
+        """Give each row of a paged cache the pages for its new tokens."""
+        if self.allocator is None:
+            return
+        copies = []
+        for row, count in enumerate(lens):
+            first = self.heads[row].shape[1] // self.form.page_size
+            if count and self.form.window is None and first < len(self.pages[row]):
+                pair = self.allocator.make_writable(self.pages[row], first)
+                assert pair is not None
+                copies.append(pair)
+            needed = self.form.spec.pages_for(self.heads[row].shape[1] + count) - len(self.pages[row])
+            fresh = self.allocator.allocate(max(needed, 0))
+            assert fresh is not None
+            self.pages[row] += fresh
+        pairs = np.full((2, self.form.num_rows), -1, np.int32)
+        pairs[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
+        self.cache = _copy_pages(self.cache, *jnp.asarray(pairs))
+        self._assign()
+
+    def _assign(self) -> None:
+        table = np.full((self.form.num_rows, self.width), -1, np.int32)
+        for row, pages in enumerate(self.pages):
+            table[row, : len(pages)] = pages
+        self.cache = self.cache.assign([jnp.asarray(table)])
+
+    def _fork_pages(self, rows: list[int]) -> jax.Array:
+        """Do the books of a fork, and return the pages that are copied to."""
+        assert self.allocator
+        page_size, is_ring = self.form.page_size, self.form.window is not None
+        targets = np.full((len(rows), self.width if is_ring else 1), -1, np.int32)
+        old = [list(pages) for pages in self.pages]
+        moved = [index for index, row in enumerate(rows) if index != row]
+        for index in moved:
+            count = self.heads[rows[index]].shape[1]
+            whole = 0 if is_ring else count // page_size
+            shared = old[rows[index]][:whole]
+            self.allocator.share(shared)
+            fresh = self.allocator.allocate(len(old[rows[index]]) - whole)
+            assert fresh is not None
+            targets[index, : len(fresh)] = fresh
+            self.pages[index] = shared + fresh
+        for index in moved:
+            self.allocator.free(old[index])
+        return jnp.asarray(targets)
+
+    def _as_read(self, *heads: np.ndarray) -> np.ndarray:
+        """Return keys and values as their codecs read them back."""
+        codecs = self.form.spec.groups[0].codecs
+        scales = [None if scale is None else scale[LAYER] for scale in self.scales]
+        return np.stack([_read(*one) for one in zip(codecs, heads, scales, strict=True)])
+
+    def _expected(self, query: np.ndarray, lens: list[int]) -> np.ndarray:
+        """Compute each new token's attention by itself, in float64."""
+        out = np.zeros(query.shape)
+        group = self.form.heads[0] // self.form.heads[1]
+        for row, count in enumerate(lens):
+            keys, values = self.heads[row].astype(np.float64)
+            for step in range(count):
+                end = len(keys) - count + step + 1
+                first = 0 if self.form.window is None else max(end - self.form.window, 0)
+                for head in range(self.form.heads[0]):
+                    logits = keys[first:end, head // group] @ query[row, step, head] / self.form.head_dim**0.5
+                    weights = np.exp(logits - logits.max())
+                    out[row, step, head] = weights @ values[first:end, head // group] / weights.sum()
+        return out
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(codec: Codec, heads: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return decode(codec, encode(codec, heads, scale), scale)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+    return sequences.copy_pages(cache, [sources], [targets])
+
+
+@functools.partial(jax.jit, static_argnums=5, donate_argnums=0)
+def _step(
+    cache: Cache, lens: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, window: int | None
+) -> tuple[jax.Array, Cache]:
+    cache, batch = cache.begin(lens, time=query.shape[1])
+    out, cache = ops.attend(
+        query, key, value, cache, (0, LAYER), batch, scale=query.shape[-1] ** -0.5, window=window
+    )
+    return out, cache

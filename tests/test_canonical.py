@@ -1,0 +1,71 @@
+"""A cache as plain arrays, and another layout made from them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.cache.cache import Cache
+from jkv.canonical import from_canonical, to_canonical
+
+from .compare import assert_close
+from .histories import LAYER, Form, History
+from .poison import poison
+
+
+def make_history(layout: str, codec: str) -> History:
+    history = History(Form(layout, codec, head_dim=16))
+    history.append([8, 5, 2], 8)
+    history.append([1, 1, 1])
+    return history
+
+
+def held(history: History, row: int) -> np.ndarray:
+    """Return the keys and values that the model of a history has for a row."""
+    return history.heads[row]
+
+
+@pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "int8/int4", "fp8_e4m3"])
+@pytest.mark.parametrize("layout", ["dense", "paged", "window"])
+def test_the_canonical_form_is_what_was_stored(layout: str, codec: str):
+    history = make_history(layout, codec)
+    canonical = to_canonical(history.cache)
+    assert canonical.lengths.tolist() == [9, 6, 3]
+    for row, length in enumerate(canonical.lengths.tolist()):
+        keys, values = (np.asarray(arrays[0][LAYER][row]) for arrays in (canonical.keys, canonical.values))
+        assert_close(keys[:length], held(history, row)[0])
+        assert_close(values[:length], held(history, row)[1])
+        assert (keys[length:] == 0).all()
+
+
+def test_a_window_gives_what_it_still_keeps():
+    history = History(Form("window", head_dim=16))
+    for _ in range(5):
+        history.append([8, 8, 1], 8)
+    canonical = to_canonical(history.cache)
+    keys = np.asarray(canonical.keys[0][LAYER][0])
+    num_kept = history.width * history.form.page_size
+    assert (keys[: 40 - num_kept] == 0).all()
+    assert_close(keys[40 - num_kept : 40], history.heads[0][0][40 - num_kept :])
+
+
+def test_another_layout_and_codec_goes_on_from_it():
+    """Rows that int8 has stored are stored again in float32, in pages of another size."""
+    history, other = make_history("paged", "int8"), History(Form("dense", "f32", page_size=16, head_dim=16))
+    other.cache = from_canonical(to_canonical(history.cache, num_tokens=16), other.cache)
+    other.heads = history.heads
+    other.check_lengths()
+    for got, expected in (other.append([3, 1, 2], 16), other.append([1, 1, 1])):
+        assert_close(got, expected)
+
+
+def test_what_does_not_fit_is_refused_and_counted():
+    canonical = to_canonical(make_history("dense", "f32").cache)
+    small = Cache.dense(Form("dense", head_dim=16).spec, num_sequences=3, capacity=8)
+    after = from_canonical(canonical, poison(small))
+    assert after.lengths.tolist() == [0, 6, 3]
+    assert after.num_dropped.tolist() == [9, 0, 0]
+    assert all(
+        np.isnan(leaf[0]).all() for leaf in jax.tree.leaves((after.pools[0].keys, after.pools[0].values))
+    )
+    assert jnp.isfinite(after.pools[0].keys.data[3 * LAYER + 1, 0, 0]).all()
