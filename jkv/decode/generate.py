@@ -124,7 +124,7 @@ def generate(
             or the logits are not finite or not `vocab_size` wide.
     """
     state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    state = decode(decoding.step, decoding.weights, state, max_new_tokens)
+    state = decode(decoding.step, decoding.weights, state, int(max_new_tokens))
     return results(state)
 
 
@@ -197,7 +197,7 @@ def begin(
     """
     decoding.check()
     sequences = read_prompts(prompts, vocab_size=decoding.vocab_size)
-    require_whole("max_new_tokens", max_new_tokens, at_least=1, at_most=2**31 - 1)
+    max_new_tokens = require_whole("max_new_tokens", max_new_tokens, at_least=1, at_most=2**31 - 1)
     require_whole("seed", seed, at_least=0)
     rows = len(sequences)
     params = [sampling] * rows if isinstance(sampling, SamplingParams) else sampling

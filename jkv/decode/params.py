@@ -106,13 +106,14 @@ def require_whole(
     at_most: int | None = None,
     unit: str = "",
     hint: str = "change it or leave it out",
-) -> None:
-    """Raise ValueError unless `value` is an integer, Python's or NumPy's, within its bounds."""
+) -> int:
+    """Return an integer, Python's or NumPy's, as Python's; raise ValueError unless it is in bounds."""
     _require(isinstance(value, Integral), name, "a whole number", value, hint=hint)
     if at_most is None:
         _require(at_least <= value, name, f"at least {at_least}{unit}", value, hint=hint)
     else:
         _require(at_least <= value <= at_most, name, f"from {at_least} to {at_most}{unit}", value, hint=hint)
+    return int(value)
 
 
 def _require(

@@ -253,6 +253,15 @@ def test_the_rows_of_an_array_are_prompts():
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_numpys_integers_are_whole_numbers():
+    options = {"stop_ids": (np.int32(9),), "capacity": np.int64(16), "buckets": (np.int64(4),)}
+    decoding = dataclasses.replace(make_counting(), vocab_size=np.int64(VOCAB_SIZE), **options)
+    sampling = SamplingParams(top_k=np.int32(1), temperature=np.float32(0.5), seed=np.int64(-3))
+    (row,) = generate(decoding, [[5]], max_new_tokens=np.int64(8), sampling=sampling, seed=np.uint8(1))
+    assert row.tokens == (6, 7, 8, 9)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
