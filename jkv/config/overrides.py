@@ -96,8 +96,8 @@ def command_line_entry(value: Any) -> Entry:
 
 def _problems(report: str, kind: type[Any]) -> list[Problem]:
     """Turn tyro's boxed report into sentences; what it says in no known way stays in its words."""
-    lines = [line.strip(" │╭╰╮╯─") for line in report.splitlines()]
-    text = " ".join(line for line in lines[1:] if line)
+    lines = [line.strip(" │╭╰╮╯─|+") for line in report.splitlines()[1:]]
+    text = " ".join(line for line in lines if line.strip("-"))
     if text.startswith("Missing from"):
         missing, _, strangers = text.partition("Unrecognized options:")
         needed = re.findall(r"--[a-z][\w.-]*(?= [A-Z{\[])", missing.partition(":")[2])
@@ -114,7 +114,7 @@ def _problems(report: str, kind: type[Any]) -> list[Problem]:
         return [Problem(COMMAND_LINE, flag, f"must be {wanted}, got {got.strip('[]')}")]
     if wrong := re.search(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", text):
         got, flag, choices = wrong.groups()
-        known = [choice for choice in re.findall(r"'(.*?)'", choices) if choice != "None"]
+        known = sorted({*re.findall(r"'(.*?)'", choices)} - {"None"})
         hint = did_you_mean(got, known)
         return [Problem(COMMAND_LINE, flag, f"must be {' or '.join(known)}, got '{got}'{hint}")]
     if wrong := re.search(r"Missing value for argument '(.*?)'", text):

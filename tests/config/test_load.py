@@ -273,7 +273,7 @@ def test_flags_take_whole_sections_by_name():
         ),
         (["--engine.seed"], "--engine.seed: must be followed by a value"),
         (["--cache.page-size", "0"], "cache.page_size: must be greater than 0, got 0"),
-        (["--cache.codec", "f16"], "--cache.codec: must be f32 or bf16 or"),
+        (["--cache.codec", "f16"], "--cache.codec: must be bf16 or f32 or fp8_e4m3 or"),
         (["--cache", "dense-bf17"], 'cache: must name a file in configs/caches, got "dense-bf17"'),
         (["--cache"], '--cache: must be followed by a name, got ""'),
         (["--cache", "--mesh"], '--cache: must be followed by a name, got "--mesh"'),
