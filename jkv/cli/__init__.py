@@ -4,8 +4,10 @@ Each verb is a module that is imported when it runs, with `run(argv)` and a plai
 """
 
 import importlib
+import io
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +22,7 @@ VERBS = {
     "tokenize": "show a text's tokens",
     "check": "print a resolved configuration and what follows from it",
 }
+_LESS = "lower the batch, the tokens or --capacity, or store the cache smaller with --codec"
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -40,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = did_you_mean(verb, VERBS) or f"; known: {', '.join(VERBS)}"
         return _fail(f"{verb!r} is not a verb{known}")
     _keep_programs()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a terminal cannot show is spelled out; the output would end there otherwise.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         importlib.import_module(f"jkv.cli.{verb}").run(rest)
         sys.stdout.flush()
@@ -49,6 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
+    except MemoryError as error:
+        return _fail(f"the machine must have enough memory, got none for what is asked ({error}); {_LESS}")
+    except RuntimeError as error:
+        # JAX's own class would need JAX, which most verbs load late.
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        reason = str(error).removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]
+        return _fail(f"the device must have enough memory, got: {reason.rstrip('.')}; {_LESS}")
+    except UnicodeEncodeError:
+        return _fail("text must be UTF-8, got other bytes in an argument")
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ValueError as error:
@@ -69,6 +85,15 @@ def _fail(message: str) -> int:
 def _keep_programs() -> None:
     """Keep compiled programs between runs, in $JKV_CACHE; `off` keeps none. JAX reads this when it loads."""
     folder = os.environ.get("JKV_CACHE", str(Path.home() / ".cache" / "jkv" / "xla"))
-    if folder != "off":
+    if folder == "off" or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"compiled programs cannot be kept in {folder} ({error.strerror})"
+        _fail(f"{reason}; set JKV_CACHE to a folder that can be written, or to off")
+    else:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from jkv.cli.fits import check_length, check_memory
 from jkv.cli.options import Flag, ModelOptions, parse, resolve, show_progress
 from jkv.decode.configured import load_configured, make_decoding
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
+from jkv.models.weights.model import open_model
 
 # Far past every cache; a GPU reaches its full bandwidth at this size too.
 _COPY_BYTES = 256 * 2**20
@@ -90,14 +92,12 @@ def run(argv: Sequence[str]) -> None:
             f"--steps and --repeats must be at least 1, got {arguments.steps} and {arguments.repeats}"
         )
     config = resolve(arguments, overrides)
+    sizes = open_model(config.model.path).config
+    longest = max(contexts) + arguments.steps
+    check_length(sizes, longest, remedy=" with the steps; lower --context")
+    check_memory(config, sizes, num_sequences=max(batches), num_tokens=longest)
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
-        needed = max(contexts) + arguments.steps
-        if needed > model.config.max_length:
-            raise ValueError(
-                f"the model reads at most {model.config.max_length} tokens, got {needed} with the steps; "
-                "lower --context"
-            )
         decoding = make_decoding(config, model)
         show("copying")
         bandwidth = copy_bandwidth()

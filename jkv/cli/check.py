@@ -6,28 +6,25 @@ Knows sizes and names; reads headers of weights and touches no device.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import jax.numpy as jnp
 import tyro
 from flax import nnx
 
 from jkv import ops
+from jkv.cli.fits import check_divides
 from jkv.cli.options import parse
 from jkv.config import (
     LOGICAL_ARRAYS,
-    ConfigError,
     DecodeConfig,
     MeshSection,
-    Place,
-    Problem,
     config_yaml,
     load_config,
 )
 from jkv.decode.configured import configured_spec
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
-from jkv.models.weights.locate import SMOLLM2
+from jkv.models.weights.locate import is_hub_id
 from jkv.models.weights.model import open_model
 
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
@@ -53,9 +50,12 @@ def run(argv: Sequence[str]) -> None:
 
 
 def stored_config(name_or_path: str) -> ModelConfig | None:
-    """Return the sizes of a model on this machine; None where it would have to be downloaded first."""
-    is_here = name_or_path == SMOLLM2 or Path(name_or_path).expanduser().exists()
-    return open_model(name_or_path).config if is_here else None
+    """Return the sizes of a model on this machine; None where the hub has it.
+
+    Raises:
+        ValueError: as `open_model`.
+    """
+    return None if is_hub_id(name_or_path) else open_model(name_or_path).config
 
 
 def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | None = None) -> str:
@@ -72,7 +72,7 @@ def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | No
     resolved = load_config(config, overrides)
     parts = [config_yaml(resolved), _devices(resolved), _specs(resolved.mesh)]
     if model is not None:
-        _check_divides(resolved, model)
+        check_divides(resolved, model, num_sequences=resolved.engine.max_sequences)
         parts += [_weights(resolved, model), _cache(resolved, model)]
     return "\n".join(parts)
 
@@ -89,28 +89,6 @@ def _specs(mesh: MeshSection) -> str:
         for array, axes in LOGICAL_ARRAYS.items()
     ]
     return "\n".join(["partition specs:", *lines, ""])
-
-
-def _check_divides(config: DecodeConfig, model: ModelConfig) -> None:
-    """Refuse a mesh axis that does not divide what it splits."""
-    sizes = {
-        "seq": (config.engine.max_sequences, "sequences"),
-        "q_head": (model.num_heads, "query heads"),
-        "kv_head": (model.num_kv_heads, "key and value heads"),
-        "embed": (model.embed_dim, "entries of the residual stream"),
-        "mlp": (model.mlp_dim, "entries of the MLP"),
-        "vocab": (model.vocab_size, "token ids"),
-        "layer": (model.num_layers, "layers"),
-    }
-    mesh = config.mesh
-    reason = "must split {} evenly, got {} over {} devices; choose another mesh or drop the rule"
-    problems = [
-        Problem(Place(config.model.path), f"mesh.rules.{axis}", reason.format(what, size, mesh.shards(axis)))
-        for axis, (size, what) in sizes.items()
-        if size % mesh.shards(axis)
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _weights(config: DecodeConfig, model: ModelConfig) -> str:

@@ -5,6 +5,7 @@ Knows prompts and terminals; jkv.decode.text does the work.
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from jkv.cli.options import Flag, ModelOptions, find_tokenizer, parse, resolve, show_progress
+from jkv.cli.fits import check_tokens
+from jkv.cli.options import (
+    Flag,
+    ModelOptions,
+    find_tokenizer,
+    parse,
+    read_text,
+    resolve,
+    show_progress,
+)
 from jkv.config import DecodeConfig
 from jkv.decode.configured import end_ids, load_configured, make_decoding, make_sampling
 from jkv.decode.params import SamplingParams
@@ -20,6 +30,7 @@ from jkv.decode.text import TextGeneration, TextStream
 from jkv.models.load import LanguageModel, load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import resolve_model
+from jkv.models.weights.model import open_model
 
 _KEYS = {
     "max_new_tokens": "engine.sampling.max-new-tokens",
@@ -60,7 +71,7 @@ class Arguments(ModelOptions):
     ignore_eos: Flag = False
     """Do not end at the model's own end tokens."""
     stop: tuple[str, ...] = ()
-    """Texts that end the output, and are left out of it."""
+    """Texts that end the output, and are left out of it; the first to be complete wins."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, beside the model's own."""
     temperature: float | None = None
@@ -96,6 +107,18 @@ def run(argv: Sequence[str]) -> None:
     location = resolve_model(config.model.path)
     tokenizer = find_tokenizer(location) if arguments.prompt_tokens else load_tokenizer(location)
     texts, prompts = read_prompts(arguments, tokenizer)
+    check_tokens(
+        config,
+        open_model(location.path).config,
+        prompts,
+        config.engine.sampling.max_new_tokens,
+        remedy=" with the new ones; shorten the prompt or lower --max-new-tokens",
+    )
+    if len(prompts) > config.engine.max_sequences:
+        raise ValueError(
+            f"a batch holds {config.engine.max_sequences} sequences, got {len(prompts)} prompts; "
+            "raise --engine.max-sequences"
+        )
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
         show("reading the prompt, compiling where it is the first of its size")
@@ -132,7 +155,9 @@ def read_prompts(
         return [arguments.chat], [tokenizer.encode_chat(messages, special_content=arguments.special)]
     texts = list(arguments.prompt)
     if arguments.prompts is not None:
-        texts = [line for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line]
+        texts = [line for line in read_text(arguments.prompts).split("\n") if line]
+        if not texts:
+            raise ValueError(f"{arguments.prompts} must hold a prompt a line, got none")
     return list(texts), [tokenizer.encode(text, special=arguments.special) for text in texts]
 
 
@@ -147,26 +172,14 @@ def stream_text(
     """Read the prompts into the cache and return the stream of their continuations.
 
     Raises:
-        ValueError: there are more prompts than sequences, or they and their new tokens are too long.
+        ValueError: a stop token is unknown, or there are stop strings and no tokenizer.
     """
-    max_new_tokens = config.engine.sampling.max_new_tokens
-    if len(prompts) > config.engine.max_sequences:
-        raise ValueError(
-            f"a batch holds {config.engine.max_sequences} sequences, got {len(prompts)} prompts; "
-            "raise --engine.max-sequences"
-        )
-    needed = max(map(len, prompts), default=0) + max_new_tokens
-    if needed > model.config.max_length:
-        raise ValueError(
-            f"the model reads at most {model.config.max_length} tokens, got {needed} with the new ones; "
-            "shorten the prompt or lower --max-new-tokens"
-        )
     model_ends = () if arguments.ignore_eos else end_ids(model, tokenizer)
     return TextStream(
         make_decoding(config, model, stop_ids=(*model_ends, *arguments.stop_token_ids)),
         tokenizer,
         prompts,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=config.engine.sampling.max_new_tokens,
         sampling=sampling,
         stop_strings=arguments.stop,
         seed=config.engine.seed,
@@ -246,6 +259,10 @@ def _check_source(arguments: Arguments) -> None:
         raise ValueError(
             f"exactly one of {', '.join(sources)} must be given, got {' and '.join(given) or 'none'}"
         )
+    if arguments.special and arguments.prompt_tokens:
+        raise ValueError("--special reads text; give --prompt, --prompts or --chat, or drop it")
+    if arguments.logprobs is not None and not arguments.json:
+        raise ValueError("--logprobs is printed by --json alone; give --json, or drop it")
     if arguments.system is not None and arguments.chat is None:
         raise ValueError("--system goes before a chat message; give --chat, or drop it")
 
@@ -258,16 +275,17 @@ def _sampling(arguments: Arguments, config: DecodeConfig) -> SamplingParams:
 def _bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
     try:
-        return int(token), float(value)
+        (token_id,) = _ids(token)
+        return token_id, float(value)
     except ValueError:
         raise ValueError(f"--logit-bias must be ID=VALUE, as 42=-1.5, got {text!r}") from None
 
 
 def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise ValueError(f"--prompt-tokens must be numbers with commas, as 1,2,3, got {text!r}") from None
+    # int() alone would read 1_0 as 10.
+    if not re.fullmatch(r"(-?\d+ *(, *-?\d+ *)*)?", text, re.ASCII):
+        raise ValueError(f"--prompt-tokens must be numbers with commas, as 1,2,3, got {text!r}")
+    return [int(part) for part in text.split(",")] if text else []
 
 
 def _describe_logprobs(generation: TextGeneration) -> list[dict[str, Any]]:

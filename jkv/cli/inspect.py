@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from jkv.cache.codec import CODECS
-from jkv.cli.options import Flag, find_tokenizer
+from jkv.cli.options import Flag, find_tokenizer, parse_alone
 from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
 from jkv.models.gguf_metadata import gguf_metadata
@@ -38,7 +38,7 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> None:
     """Inspect the model that the command line names, and print what it is."""
-    arguments = tyro.cli(Arguments, args=argv, prog="jkv inspect")
+    arguments = parse_alone(Arguments, argv, "inspect")
     shown = inspect(arguments.model)
     if arguments.json:
         print(json.dumps(shown))

@@ -6,13 +6,16 @@ Knows flags; what a value may be is the configuration's to check.
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jkv.config import CodecName, DecodeConfig, load_config
+from jkv.config.compose import FOLDERS
+from jkv.config.overrides import own_flags, read_flags, refuse_unknown
 from jkv.models.load import load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import ModelLocation
@@ -83,8 +86,34 @@ def resolve(
 
 def parse[T](arguments: type[T], argv: Sequence[str], verb: str) -> tuple[T, list[str]]:
     """Read a verb's arguments; returns them and the flags that are not its own, for `load_config`."""
-    parsed: Any = tyro.cli(arguments, args=argv, prog=f"jkv {verb}", return_unknown_args=True)
+    parsed, unknown = read_flags(arguments, argv, prog=f"jkv {verb}")
+    sections = [f"--{kind}" for kind in FOLDERS]
+    strangers = [
+        word
+        for word in unknown
+        if word.startswith("--") and "." not in word and word.partition("=")[0] not in sections
+    ]
+    refuse_unknown(strangers, [*own_flags(arguments), *sections])
+    return parsed, unknown
+
+
+def parse_alone[T](arguments: type[T], argv: Sequence[str], verb: str) -> T:
+    """Read the arguments of a verb that takes no configuration."""
+    parsed, unknown = read_flags(arguments, argv, prog=f"jkv {verb}")
+    refuse_unknown(unknown, own_flags(arguments))
     return parsed
+
+
+def read_text(file: Path) -> str:
+    """Read a file of UTF-8 text, lines ended by line feeds, without the mark that some editors put first.
+
+    Raises:
+        ValueError: the file is not UTF-8.
+    """
+    try:
+        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be UTF-8 text, got other bytes at {error.start}") from error
 
 
 def find_tokenizer(location: ModelLocation) -> Tokenizer | None:

@@ -4,7 +4,9 @@ Knows files of text and tokens; jkv.decode.score does the work.
 """
 
 import json
+import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +14,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
-from jkv.cli.options import Flag, ModelOptions, parse, resolve, show_progress
+from jkv.cli.fits import check_tokens
+from jkv.cli.options import Flag, ModelOptions, parse, read_text, resolve, show_progress
 from jkv.decode.configured import load_configured, make_decoding
 from jkv.decode.score import Score, score
 from jkv.models.load import load_tokenizer
 from jkv.models.weights.locate import resolve_model
+from jkv.models.weights.model import open_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +45,14 @@ def run(argv: Sequence[str]) -> None:
     """Score as the command line says, and print the result."""
     arguments, overrides = parse(Arguments, argv, "score")
     config = resolve(arguments, overrides)
+    if arguments.logits is not None:
+        _check_output(arguments.logits)
     tokens = read_tokens(arguments, config.model.path)
+    check_tokens(
+        config, open_model(config.model.path).config, tokens.tolist(), 0, remedy="; give --max-tokens"
+    )
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
-        if tokens.shape[1] > model.config.max_length:
-            raise ValueError(
-                f"the model reads at most {model.config.max_length} tokens, got {tokens.shape[1]}; "
-                "give --max-tokens"
-            )
         show("scoring")
         decoding = make_decoding(config, model)
         result = score(decoding, tokens, chunk=arguments.chunk, keep_logits=arguments.logits is not None)
@@ -67,7 +71,7 @@ def read_tokens(arguments: Arguments, model: str) -> Int[np.ndarray, "batch time
     if arguments.max_tokens is not None and arguments.max_tokens < 2:
         raise ValueError(f"--max-tokens must be at least 2, got {arguments.max_tokens}")
     if arguments.text is not None and arguments.tokens is None:
-        text = arguments.text.read_text(encoding="utf-8")
+        text = read_text(arguments.text)
         tokens = np.array([load_tokenizer(resolve_model(model)).encode(text)], np.int32)
     elif arguments.tokens is not None and arguments.text is None:
         tokens = _read_array(arguments.tokens)
@@ -80,13 +84,21 @@ def _read_array(path: Path) -> Int[np.ndarray, "batch time"]:
     try:
         with path.open("rb") as file, np.load(file) as arrays:
             tokens = arrays["tokens"]
-    except (zipfile.BadZipFile, EOFError, KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{path} must be an .npz file with an array 'tokens', got {error}") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{path} must be an .npz file with an array 'tokens' of integers, got a file that is none, is "
+            "damaged, lacks the array or keeps it as objects"
+        ) from error
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
             f"'tokens' in {path} must be integers [batch, time], got {tokens.dtype}{list(tokens.shape)}"
         )
     return tokens
+
+
+def _check_output(file: Path) -> None:
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"--logits must be a file that can be written, got {file}; make its folder first")
 
 
 def _json(tokens: Int[np.ndarray, "batch time"], result: Score) -> str:

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tyro
-
-from jkv.cli.options import Flag
+from jkv.cli.options import Flag, parse_alone
 from jkv.models.load import load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import resolve_model
@@ -32,7 +30,7 @@ class Arguments:
 
 def run(argv: Sequence[str]) -> None:
     """Tokenize as the command line says, and print the tokens."""
-    arguments = tyro.cli(Arguments, args=argv, prog="jkv tokenize")
+    arguments = parse_alone(Arguments, argv, "tokenize")
     tokenizer = load_tokenizer(resolve_model(arguments.model))
     shown = tokenize(tokenizer, arguments.text, special=arguments.special)
     if arguments.json:

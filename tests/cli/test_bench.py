@@ -27,6 +27,7 @@ def test_a_batch_is_measured_at_every_context(run_json, tiny):
     ("flags", "message"),
     [
         (("--context", "510"), "the model reads at most 512 tokens, got 526 with the steps"),
+        (("--batch", "1000000000", "--context", "16"), "the cache must fit in the memory of"),
         (("--batch", "1,x"), "--batch must be positive numbers with commas"),
         (("--context", "0"), "--context must be positive numbers with commas"),
         (("--steps", "0"), "--steps and --repeats must be at least 1"),

@@ -94,6 +94,11 @@ def test_a_model_that_is_elsewhere_leaves_out_its_sizes(run_jkv):
     assert "parameters" not in run_jkv("check", "smollm2-cpu", "--model.path", "some/model")
 
 
+@pytest.mark.parametrize("path", ["none", "/nonexistent/model", "none.gguf"])
+def test_a_model_that_is_not_there_is_refused(refusal, path):
+    assert "a model must be an existing path" in refusal("check", "smollm2-cpu", "--model.path", path)
+
+
 def test_a_wrong_flag_is_a_usage_error(refusal):
     said = refusal("check", "smollm2-cpu", "--cache.pagesize", "32")
     assert said == 'jkv: command line: --cache.pagesize: is not a flag (did you mean "--cache.page-size"?)'

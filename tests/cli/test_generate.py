@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jkv.cli import main
 from jkv.cli.generate import Arguments, read_prompts
 from jkv.models.tokenizer import Tokenizer
 
@@ -50,6 +51,19 @@ def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference
         (("--prompt", "x"), "must have a tokenizer.json"),
         (("--prompt", "x", "--system", "y"), "--system goes before a chat message"),
         (("--prompt-tokens", "1,x"), "--prompt-tokens must be numbers with commas, as 1,2,3, got '1,x'"),
+        (("--prompt-tokens", "1_0,2"), "--prompt-tokens must be numbers with commas, as 1,2,3, got '1_0,2'"),
+        (("--prompt-tokens", "1", "--logit-bias", "1_0=1"), "--logit-bias must be ID=VALUE"),
+        (("--prompt-tokens", "1", "--special"), "--special reads text"),
+        (("--prompt-tokens", "1", "--logprobs", "2"), "--logprobs is printed by --json alone"),
+        (("--prompt-tokens", "1", "--page-size", "2147483647"), "the cache must fit in the memory"),
+        (
+            ("--prompt-tokens", "1", "--capacity", "1999999999"),
+            "bytes for 1 sequences of 1,999,999,999 tokens",
+        ),
+        (
+            ("--prompt-tokens", "1", "--capacity", "999999999999"),
+            "cache.capacity: must be less than 2147483648",
+        ),
         (("--prompt-tokens", ""), "prompt 0 is empty"),
         (("--prompt-tokens", "1,320"), "prompt 0 has token id 320, outside the vocabulary [0, 320)"),
         (("--prompt-tokens", "1", "--stop-token-ids", "320"), "stop tokens must be in the vocabulary"),
@@ -63,7 +77,10 @@ def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference
         (("--prompt-tokens", *["1"] * 9), "a batch holds 8 sequences, got 9 prompts"),
         (("--prompt-tokens", "1,2", "--capacity", "2", "--max-new-tokens", "2"), "need a capacity of 3"),
         (("--prompt-tokens", "1", "--max-new-tokens", "512"), "the model reads at most 512 tokens"),
-        (("--prompt-tokens", "1", "--mesh.axes", "data", "99", "model", "1"), "the mesh needs 99 devices"),
+        (
+            ("--prompt-tokens", "1", "--mesh.axes", "data", "1", "model", "1", "x", "99"),
+            "the mesh needs 99 devices",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(refusal, tiny, arguments, message):
@@ -90,6 +107,38 @@ def test_a_chat_message_goes_through_the_template(talking_tiny):
 def test_a_prompts_file_that_is_not_there_is_refused(refusal, talking_tiny):
     said = refusal("generate", "--model", talking_tiny, "--prompts", "none.txt")
     assert said == "jkv: none.txt: No such file or directory"
+
+
+def test_lines_of_a_prompts_file_end_at_line_feeds_alone(tmp_path, talking_tiny):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfone\xe2\x80\xa8still one\r\n\ntwo\x0cstill two\n")
+    texts, _ = read_prompts(Arguments(prompts=file), Tokenizer.from_folder(talking_tiny))
+    assert texts == ["one\u2028still one", "two\x0cstill two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a\xff", "must be UTF-8 text, got other bytes at 1"), (b"\n", "must hold a prompt a line, got none")],
+)
+def test_a_prompts_file_without_text_is_refused(refusal, talking_tiny, tmp_path, content, message):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    assert refusal("generate", "--model", talking_tiny, "--prompts", file) == f"jkv: {file} {message}"
+
+
+def test_prompts_are_checked_before_weights_are_read(refusal, copy_of_tiny):
+    tensors = safetensors.numpy.load_file(copy_of_tiny / "model.safetensors")
+    tensors["model.norm.weight"][0] = np.nan
+    safetensors.numpy.save_file(tensors, copy_of_tiny / "model.safetensors")
+    for prompt, message in (("", "prompt 0 is empty"), ("1,320", "outside the vocabulary")):
+        assert message in refusal("generate", "--model", copy_of_tiny, "--prompt-tokens", prompt)
+
+
+def test_all_that_a_mesh_does_not_divide_is_told_at_once(capsys, tiny):
+    assert main(["generate", "--model", str(tiny), "--prompt-tokens", "1", "--mesh", "cpu-2x4"]) == 2
+    sequences, heads = capsys.readouterr().err.splitlines()
+    assert "must split sequences evenly, got 1 over 2 devices" in sequences
+    assert "must split key and value heads evenly, got 2 over 4 devices" in heads
 
 
 def test_an_empty_prompt_is_refused(refusal, talking_tiny):

@@ -37,11 +37,76 @@ def test_every_verb_has_help(capsys, verb):
     assert f"usage: jkv {verb}" in capsys.readouterr().out
 
 
-def test_a_wrong_flag_value_is_a_usage_error(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["generate", "--model", "x", "--prompt", "y", "--max-new-tokens", "many"])
-    assert caught.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("generate", "--temperature", "abc"), "--temperature: must be a number, got 'abc'"),
+        (("generate", "--max-new-tokens", "1.5"), "--max-new-tokens: must be a whole number, got '1.5'"),
+        (("generate", "--stop-token-ids", "x"), "--stop-token-ids: must be whole numbers and so on, got 'x'"),
+        (("generate", "--temperature"), "--temperature: must be followed by a value"),
+        (("generate", "--attention", "xlb"), "--attention: must be auto or reference or xla, got 'xlb'"),
+        (("generate", "--temprature", "1"), '--temprature: is not a flag (did you mean "--temperature"?)'),
+        (("bench", "decode", "--steps", "x"), "--steps: must be a whole number, got 'x'"),
+        (("bench", "speed"), "what: must be decode, got 'speed'"),
+        (("tokenize", "--model", "x"), "--text: is missing; --help describes it"),
+        (
+            ("tokenize", "--model", "x", "--text", "y", "--jsn"),
+            '--jsn: is not a flag (did you mean "--json"?)',
+        ),
+        (("inspect",), "an argument is missing; --help describes it"),
+        (("check", "smollm2-cpu", "--mech", "x"), '--mech: is not a flag (did you mean "--mesh"?)'),
+    ],
+)
+def test_a_wrong_flag_is_told_in_one_sentence(refusal, argv, message):
+    said = refusal(*argv)
+    assert said.startswith(f"jkv: command line: {message}")
+    assert "None" not in said
+
+
+def test_every_wrong_flag_is_told_at_once(capsys):
+    assert main(["tokenize", "--model", "x", "--txt", "y"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "jkv: command line: --text: is missing; --help describes it",
+        'jkv: command line: --txt: is not a flag (did you mean "--text"?)',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"),
+            "Out of memory allocating 9 bytes",
+        ),
+        (MemoryError("Unable to allocate 1. TiB"), "Unable to allocate 1. TiB"),
+    ],
+)
+def test_a_memory_that_is_too_small_is_told_in_one_line(monkeypatch, refusal, error, message):
+    def fail(argv):
+        raise error
+
+    monkeypatch.setattr("jkv.cli.inspect.run", fail)
+    assert message in refusal("inspect")
+
+
+def test_another_error_of_the_runtime_is_not_hidden(monkeypatch):
+    def fail(argv):
+        raise RuntimeError("INTERNAL: x")
+
+    monkeypatch.setattr("jkv.cli.inspect.run", fail)
+    with pytest.raises(RuntimeError, match="INTERNAL"):
+        main(["inspect"])
+
+
+def test_what_standard_output_cannot_hold_is_escaped():
+    code = (
+        "import sys, types; from jkv import cli\n"
+        "verb = types.SimpleNamespace(run=lambda argv: print('a\\u00e9\\U0001f600b'))\n"
+        "cli.importlib.import_module = lambda name: verb; sys.exit(cli.main(['inspect']))"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "JKV_CACHE": "off"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    assert result.stdout == b"a\\xe9\\U0001f600b\n"
 
 
 def test_an_interrupt_is_quiet(monkeypatch, capsys):
@@ -73,3 +138,14 @@ def test_programs_are_kept_where_the_environment_says(monkeypatch, tmp_path):
     main(["tokenize", "--model", "none", "--text", "x"])
     assert os.environ.pop("JAX_COMPILATION_CACHE_DIR") == str(tmp_path)
     assert float(os.environ.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")) < 1
+
+
+def test_a_folder_that_cannot_keep_programs_is_told_in_one_line(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("JKV_CACHE", str(file))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    main(["tokenize", "--model", "none", "--text", "x"])
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said.startswith(f"jkv: compiled programs cannot be kept in {file} (File exists); set JKV_CACHE")
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ

@@ -77,6 +77,29 @@ def test_what_cannot_be_scored_is_refused(refusal, tiny, tmp_path, arrays, flags
     assert message in refusal("score", "--model", tiny, "--tokens", path, *flags)
 
 
+def test_tokens_kept_as_objects_or_text_are_refused(refusal, tiny, tmp_path):
+    path = tmp_path / "tokens.npz"
+    np.savez(path, tokens=np.array([[1, None]], object))
+    said = refusal("score", "--model", tiny, "--tokens", path)
+    assert said.startswith(f"jkv: {path} must be an .npz file with an array 'tokens' of integers")
+    assert "pickle" not in said
+    path.write_text("1 2 3")
+    assert refusal("score", "--model", tiny, "--tokens", path) == said
+
+
+def test_a_text_that_is_not_utf_8_is_refused(refusal, talking_tiny, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xff")
+    said = refusal("score", "--model", talking_tiny, "--text", path)
+    assert said == f"jkv: {path} must be UTF-8 text, got other bytes at 0"
+
+
+def test_a_place_for_logits_is_checked_first(refusal, tmp_path):
+    for place in (tmp_path, tmp_path / "none" / "out.npz"):
+        said = refusal("score", "--model", "none", "--tokens", "none.npz", "--logits", place)
+        assert said.startswith(f"jkv: --logits must be a file that can be written, got {place}")
+
+
 def test_a_cut_array_is_refused(refusal, tiny, tokens_file):
     tokens_file.write_bytes(tokens_file.read_bytes()[:-30])
     assert f"{tokens_file} must be an .npz file" in refusal("score", "--model", tiny, "--tokens", tokens_file)

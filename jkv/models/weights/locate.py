@@ -49,9 +49,14 @@ def resolve_model(name_or_path: str | Path) -> ModelLocation:
     path = Path(name_or_path).expanduser()
     if path.exists():
         return _inspect(path)
-    if isinstance(name_or_path, str) and _HUB_ID.fullmatch(name_or_path) and not path.parent.exists():
+    if isinstance(name_or_path, str) and is_hub_id(name_or_path):
         return _inspect(_download(name_or_path))
     raise ValueError(f"a model must be an existing path, {SMOLLM2!r} or a hub id, got {path}{_near(path)}")
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name is no path on this machine and can be a Hugging Face id."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).parent.exists()
 
 
 def _smollm2_file() -> Path:

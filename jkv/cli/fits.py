@@ -1,0 +1,99 @@
+"""Whether what is asked fits the model, the mesh and the memory, before anything large is loaded.
+
+Knows sizes; reads no tensor.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jkv.config import ConfigError, DecodeConfig, Place, Problem
+from jkv.decode.batch import read_prompts, round_capacity
+from jkv.decode.configured import configured_spec
+from jkv.models.families import ModelConfig
+
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def check_tokens(
+    config: DecodeConfig, model: ModelConfig, prompts: Sequence[Sequence[int]], num_new: int, *, remedy: str
+) -> None:
+    """Refuse prompts that cannot be decoded, or whose cache the memory cannot hold.
+
+    Args:
+        config: the cache and the mesh.
+        model: its sizes.
+        prompts: token ids.
+        num_new: tokens that follow each.
+        remedy: what to do about prompts that are too long.
+
+    Raises:
+        ValueError: an id is unknown, or the prompts do not fit the model, the mesh or the memory.
+    """
+    read_prompts(prompts, vocab_size=model.vocab_size)
+    needed = max(map(len, prompts)) + num_new
+    check_length(model, needed, remedy=remedy)
+    check_divides(config, model, num_sequences=len(prompts))
+    check_memory(config, model, num_sequences=len(prompts), num_tokens=needed)
+
+
+def check_length(model: ModelConfig, num_tokens: int, *, remedy: str) -> None:
+    """Refuse sequences that are longer than the model reads; `remedy` says what to do."""
+    if num_tokens > model.max_length:
+        raise ValueError(f"the model reads at most {model.max_length} tokens, got {num_tokens}{remedy}")
+
+
+def check_divides(config: DecodeConfig, model: ModelConfig, *, num_sequences: int) -> None:
+    """Refuse mesh axes that do not divide what they split, all of them at once."""
+    sizes = {
+        "seq": (num_sequences, "sequences"),
+        "q_head": (model.num_heads, "query heads"),
+        "kv_head": (model.num_kv_heads, "key and value heads"),
+        "embed": (model.embed_dim, "entries of the residual stream"),
+        "mlp": (model.mlp_dim, "entries of the MLP"),
+        "vocab": (model.vocab_size, "token ids"),
+        "layer": (model.num_layers, "layers"),
+    }
+    mesh = config.mesh
+    reason = "must split {} evenly, got {} over {} devices; choose another mesh or drop the rule"
+    problems = [
+        Problem(Place(config.model.path), f"mesh.rules.{axis}", reason.format(what, size, mesh.shards(axis)))
+        for axis, (size, what) in sizes.items()
+        if size % mesh.shards(axis)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_memory(config: DecodeConfig, model: ModelConfig, *, num_sequences: int, num_tokens: int) -> None:
+    """Refuse a cache that is larger than the memory it would lie in.
+
+    Args:
+        config: the cache and the mesh.
+        model: its sizes.
+        num_sequences: rows of the batch.
+        num_tokens: that each must hold, where the configured capacity is auto.
+    """
+    cache, mesh = config.cache, config.mesh
+    capacity = round_capacity(num_tokens, cache.page_size) if cache.capacity == "auto" else cache.capacity
+    needed = configured_spec(cache, model).dense_bytes(num_sequences, capacity)
+    available = _memory_bytes(mesh.shards("page") * mesh.shards("kv_head"))
+    if available is not None and needed > available:
+        raise ValueError(
+            f"the cache must fit in the memory of {available:,} bytes, got {needed:,} bytes for "
+            f"{num_sequences:,} sequences of {capacity:,} tokens; lower the number, --capacity or the page"
+        )
+
+
+def _memory_bytes(num_shards: int) -> int | None:
+    """Return the memory of so many devices, the machine's where they share it; None where it is unknown."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] * num_shards
+    if not hasattr(os, "sysconf"):
+        return None
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
+    return installed if limit == "max" else min(installed, int(limit))
