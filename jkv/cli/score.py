@@ -3,24 +3,32 @@
 Knows files of text and tokens; jkv.decode.score does the work.
 """
 
+import itertools
 import json
 import os
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from jkv.cli.fits import check_tokens
 from jkv.cli.options import Flag, ModelOptions, parse, read_text, resolve, show_progress
+from jkv.config import CodecName
+from jkv.decode.compare import Comparison, compare
 from jkv.decode.configured import load_configured, make_decoding
 from jkv.decode.score import Score, score
+from jkv.models.decoder import cache_spec
 from jkv.models.load import load_tokenizer
 from jkv.models.weights.locate import resolve_model
 from jkv.models.weights.model import open_model
+
+# Where a context begins that is worth a row of its own.
+_BORDERS = (512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,8 @@ class Arguments(ModelOptions):
     """Tokens of a step; the result does not depend on it."""
     logits: Path | None = None
     """.npz file that gets a float32 array `logits [batch, time, vocab]`."""
+    compare: CodecName | None = None
+    """Codec of a second cache, taken for right, that the configured one is compared with."""
     json: Flag = False
     """Print one JSON object."""
 
@@ -51,15 +61,58 @@ def run(argv: Sequence[str]) -> None:
     check_tokens(
         config, open_model(config.model.path).config, tokens.tolist(), 0, remedy="; give --max-tokens"
     )
+    if arguments.compare is not None and arguments.logits is not None:
+        raise ValueError("--compare and --logits exclude each other, got both")
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
         show("scoring")
         decoding = make_decoding(config, model)
+        if arguments.compare is not None:
+            spec = cache_spec(model.config, page_size=config.cache.page_size, codec=arguments.compare)
+            base = replace(decoding, spec=spec)
+            comparison = compare(base, decoding, tokens, chunk=arguments.chunk)
+            shown = describe(comparison, base.spec.bytes_per_token, decoding.spec.bytes_per_token)
+            print(json.dumps(shown) if arguments.json else _rows(shown))
+            return
         result = score(decoding, tokens, chunk=arguments.chunk, keep_logits=arguments.logits is not None)
     if result.logits is not None and arguments.logits is not None:
         with arguments.logits.open("wb") as file:
             np.savez(file, logits=result.logits)
     print(_json(tokens, result) if arguments.json else _table(result))
+
+
+def describe(comparison: Comparison, base_bytes: int, nbytes: int) -> dict[str, Any]:
+    """Return what a comparison says, over all tokens and by how much context they have."""
+    num_tokens = comparison.divergence.shape[1]
+    borders = [0, *(border for border in _BORDERS if border < num_tokens), num_tokens]
+    slices = {f"{start}-{end}": comparison.between(start, end) for start, end in itertools.pairwise(borders)}
+    return {
+        "bytes_per_token": nbytes,
+        "base_bytes_per_token": base_bytes,
+        **_measures(comparison),
+        "by_context": {name: _measures(part) for name, part in slices.items()},
+    }
+
+
+def _measures(comparison: Comparison) -> dict[str, float]:
+    return {
+        "perplexity_ratio": comparison.perplexity_ratio,
+        "mean_kld": comparison.mean_divergence,
+        "p99_kld": comparison.worst_divergence,
+        "same_top": comparison.same_top_share,
+    }
+
+
+def _rows(shown: dict[str, Any]) -> str:
+    header = f"{'tokens':12}{'ppl ratio':>12}{'mean KLD':>12}{'p99 KLD':>12}{'same top':>12}"
+    parts = {"all": shown} | shown["by_context"]
+    rows = [
+        f"{name:12}{part['perplexity_ratio']:12.5f}{part['mean_kld']:12.6f}{part['p99_kld']:12.6f}"
+        f"{part['same_top']:12.2%}"
+        for name, part in parts.items()
+    ]
+    sizes = f"bytes a token: {shown['bytes_per_token']:,}, base {shown['base_bytes_per_token']:,}"
+    return "\n".join([sizes, header, *rows])
 
 
 def read_tokens(arguments: Arguments, model: str) -> Int[np.ndarray, "batch time"]:

@@ -4,6 +4,7 @@ Knows no text and draws no token.
 """
 
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,29 @@ def score(decoding: Decoding, tokens: Prompts, *, chunk: int = 256, keep_logits:
         ValueError: there are too few tokens or too many, an id is unknown, or the logits are not finite or
             not `vocab_size` wide.
     """
+    ids = read_rows(decoding, tokens, chunk)
+    cache = make_cache(decoding, ids.tolist(), max_new_tokens=1)
+    nll, logits = [], []
+    for step in steps(ids, chunk):
+        losses, kept, cache = score_chunk(
+            decoding.step,
+            decoding.weights,
+            cache,
+            *step,
+            vocab_size=decoding.vocab_size,
+            keep_logits=keep_logits,
+        )
+        nll.append(jax.device_get(losses))
+        if keep_logits:
+            logits.append(jax.device_get(kept))
+    time = ids.shape[1]
+    whole = np.concatenate(nll, axis=1)[:, : time - 1]
+    check_finite(whole)
+    return Score(whole, np.concatenate(logits, axis=1)[:, :time] if keep_logits else None)
+
+
+def read_rows(decoding: Decoding, tokens: Prompts, chunk: int) -> Int[np.ndarray, "seq time"]:
+    """Return rows of tokens that can be scored, after the checks of `score`."""
     decoding.check()
     require_whole("chunk", chunk, at_least=1, unit=" token")
     prompts = read_prompts(tokens, vocab_size=decoding.vocab_size)
@@ -62,31 +86,22 @@ def score(decoding: Decoding, tokens: Prompts, *, chunk: int = 256, keep_logits:
         raise ValueError(f"a score needs at least 2 tokens a row, got {rows} rows of {time}")
     if len(lengths) > 1:
         raise ValueError(f"a score needs rows of one length, got lengths from {time} to {lengths[-1]}")
-    ids = np.array(prompts, np.int32)
-    cache = make_cache(decoding, prompts, max_new_tokens=1)
+    return np.array(prompts, np.int32)
+
+
+def steps(ids: Int[np.ndarray, "seq time"], chunk: int) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield each step's tokens, the tokens that follow them, and how many are real."""
+    rows, time = ids.shape
     chunk = min(chunk, time)
-    nll, logits = [], []
     for start in range(0, time, chunk):
-        inputs = _columns(ids, start, chunk)
-        targets = _columns(ids, start + 1, chunk)
         lens = jnp.full(rows, min(chunk, time - start), jnp.int32)
-        losses, kept, cache = score_chunk(
-            decoding.step,
-            decoding.weights,
-            cache,
-            inputs,
-            targets,
-            lens,
-            vocab_size=decoding.vocab_size,
-            keep_logits=keep_logits,
-        )
-        nll.append(jax.device_get(losses))
-        if keep_logits:
-            logits.append(jax.device_get(kept))
-    whole = np.concatenate(nll, axis=1)[:, : time - 1]
-    if not np.isfinite(whole).all():
+        yield _columns(ids, start, chunk), _columns(ids, start + 1, chunk), lens
+
+
+def check_finite(nll: Float[np.ndarray, "..."]) -> None:
+    """Refuse losses that are not finite."""
+    if not np.isfinite(nll).all():
         raise ValueError("logits must be finite, got NaN or infinity; check the weights and the dtype")
-    return Score(whole, np.concatenate(logits, axis=1)[:, :time] if keep_logits else None)
 
 
 @functools.partial(
@@ -111,25 +126,26 @@ def score_chunk(
     cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
     logits, cache = step(weights, tokens, cache, batch)
     check_logits(logits, (*tokens.shape, vocab_size))
-    return _losses(logits, targets), logits if keep_logits else None, cache
+    return measure(losses, logits, targets), logits if keep_logits else None, cache
 
 
-def _losses(
+def losses(
     logits: Float[Array, "seq time vocab"], targets: Int[Array, "seq time"]
 ) -> Float[Array, "seq time"]:
-    """Return each target's negative log-likelihood; on Explicit axes the compiler places what is between."""
+    """Return each target's negative log-likelihood."""
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
 
-    def losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        return jax.nn.logsumexp(logits, axis=-1) - chosen
 
+def measure(function: Callable[..., Any], logits: Array, *arguments: Array) -> Any:
+    """Return `function`'s `[seq, time]` of logits; on Explicit axes the compiler places what is between."""
     placement = jax.typeof(logits).sharding
     axes = placement.mesh.explicit_axes
     if not axes:
-        return losses(logits, targets)
+        return function(logits, *arguments)
     rows = NamedSharding(placement.mesh, PartitionSpec(*placement.spec[:2]))
-    placed: Any = jax.sharding.auto_axes(losses, axes=axes, out_sharding=rows)
-    return placed(logits, targets)
+    placed: Any = jax.sharding.auto_axes(function, axes=axes, out_sharding=rows)
+    return placed(logits, *arguments)
 
 
 def _columns(tokens: Int[np.ndarray, "seq time"], start: int, width: int) -> Int[Array, "seq {width}"]:

@@ -116,6 +116,24 @@ def test_a_text_is_scored_by_its_tokens(run_json, talking_tiny, tmp_path):
     assert len(shown["tokens"][0]) == len("<|end|>")
 
 
+def test_a_codec_is_compared_with_another(run_json, run_jkv, tiny, tokens_file):
+    flags = ("score", "--model", tiny, "--tokens", tokens_file, "--codec", "int8", "--compare", "f32")
+    (shown,) = run_json(*flags, "--json")
+    assert shown["bytes_per_token"] < shown["base_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
+    assert 0 < shown["mean_kld"] < shown["p99_kld"] < 1e-3
+    assert shown["perplexity_ratio"] == pytest.approx(1, abs=1e-2)
+    assert 0.9 < shown["same_top"] <= 1
+    assert list(shown["by_context"]) == ["0-40"]
+    assert len(run_jkv(*flags).splitlines()) == 4
+
+
+def test_a_comparison_keeps_no_logits(refusal, tiny, tokens_file, tmp_path):
+    flags = ("--compare", "f32", "--logits", tmp_path / "logits.npz")
+    assert "--compare and --logits exclude each other" in refusal(
+        "score", "--model", tiny, "--tokens", tokens_file, *flags
+    )
+
+
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("count", "perplexity"), [(512, 49.017), pytest.param(2048, 34.887, marks=pytest.mark.gate)]

@@ -1,0 +1,133 @@
+"""Two caches of one model over the same tokens: how far next-token distributions drift apart.
+
+Knows distributions; no codec by name.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jkv.cache.cache import Cache
+from jkv.decode.batch import Prompts
+from jkv.decode.generate import Decoding, make_cache
+from jkv.decode.loop import check_logits
+from jkv.decode.platform import PlatformJit
+from jkv.decode.score import check_finite, losses, measure, read_rows, steps
+from jkv.models.step import StepFunction
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a cache costs a model, beside another cache that is taken for right.
+
+    Attributes:
+        base_nll: negative log-likelihood of tokens 1.. of each row with the base cache, in nats.
+        nll: the same with the compared one.
+        divergence: Kullback-Leibler divergence of the compared next-token distribution from the base one, at
+            every token, in nats.
+        has_same_top: whether both find the same token likeliest.
+    """
+
+    base_nll: Float[np.ndarray, "seq scored"]
+    nll: Float[np.ndarray, "seq scored"]
+    divergence: Float[np.ndarray, "seq time"]
+    has_same_top: Bool[np.ndarray, "seq time"]
+
+    def between(self, start: int, end: int) -> "Comparison":
+        """Return the comparison at the tokens of places `start` to `end` - 1 alone."""
+        place = slice(start, end)
+        return Comparison(*(getattr(self, name)[:, place] for name in self.__dataclass_fields__))
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Perplexity of the compared cache over that of the base; 1 is no loss."""
+        return float(np.exp((self.nll - self.base_nll).mean(dtype=np.float64)))
+
+    @property
+    def mean_divergence(self) -> float:
+        """Mean divergence, in nats."""
+        return float(self.divergence.mean(dtype=np.float64))
+
+    @property
+    def worst_divergence(self) -> float:
+        """99th percentile of the divergences, in nats."""
+        return float(np.percentile(self.divergence, 99))
+
+    @property
+    def same_top_share(self) -> float:
+        """Share of tokens at which both find the same next token likeliest."""
+        return float(self.has_same_top.mean())
+
+
+def compare(base: Decoding, other: Decoding, tokens: Prompts, *, chunk: int = 64) -> Comparison:
+    """Run tokens through the caches of both, in steps of `chunk` tokens.
+
+    Args:
+        base: the model with the cache that is taken for right.
+        other: the same model with another cache.
+        tokens: as `score`.
+        chunk: as `score`; logits of two steps of this size are held at once.
+
+    Raises:
+        ValueError: as `score`.
+    """
+    ids = read_rows(base, tokens, chunk)
+    caches = [make_cache(decoding, ids.tolist(), max_new_tokens=1) for decoding in (base, other)]
+    pieces = []
+    for step in steps(ids, chunk):
+        *piece, caches = compare_chunk(base.step, base.weights, caches, *step, vocab_size=base.vocab_size)
+        pieces.append(jax.device_get(piece))
+    base_nll, nll, divergences, agreements = (
+        np.concatenate(parts, axis=1)[:, : ids.shape[1]] for parts in zip(*pieces, strict=True)
+    )
+    check_finite(np.stack([base_nll, nll]))
+    return Comparison(base_nll[:, :-1], nll[:, :-1], divergences, agreements)
+
+
+@functools.partial(PlatformJit, static_argnames=("step", "vocab_size"), donate_argnames="caches")
+def compare_chunk(
+    step: StepFunction,
+    weights: Any,
+    caches: list[Cache],
+    tokens: Int[Array, "seq time"],
+    targets: Int[Array, "seq time"],
+    lens: Int[Array, " seq"],
+    *,
+    vocab_size: int,
+) -> tuple[Array, Array, Array, Array, list[Cache]]:
+    """Return both losses, the divergence, whether the likeliest tokens agree, and the caches, consumed."""
+    logits, written = [], []
+    for cache in caches:
+        cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
+        found, cache = step(weights, tokens, cache, batch)
+        check_logits(found, (*tokens.shape, vocab_size))
+        logits.append(found)
+        written.append(cache)
+    base, other = logits
+    return (
+        measure(losses, base, targets),
+        measure(losses, other, targets),
+        measure(divergence, base, other),
+        measure(has_same_top, base, other),
+        written,
+    )
+
+
+def divergence(
+    base: Float[Array, "seq time vocab"], other: Float[Array, "seq time vocab"]
+) -> Float[Array, "seq time"]:
+    """Return the Kullback-Leibler divergence of the distribution of `other` from that of `base`, in nats."""
+    base, other = jax.nn.log_softmax(base, axis=-1), jax.nn.log_softmax(other, axis=-1)
+    return (jnp.exp(base) * (base - other)).sum(-1)
+
+
+def has_same_top(
+    base: Float[Array, "seq time vocab"], other: Float[Array, "seq time vocab"]
+) -> Bool[Array, "seq time"]:
+    """Return whether both find the same token likeliest."""
+    return jnp.argmax(base, axis=-1) == jnp.argmax(other, axis=-1)
