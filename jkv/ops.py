@@ -110,8 +110,8 @@ def attend(
             pool = _append(pool, (key_codec, value_codec), key, value, batch.slots[group], layer)
         arguments = PagedArguments(
             rotate(key_codec, query.astype(jnp.float32)).astype(query.dtype),
-            _pages(pool.keys, key_scale),
-            _pages(pool.values, value_scale),
+            _pages(key_codec, pool.keys, key_scale),
+            _pages(value_codec, pool.values, value_scale),
             pool.page_table,
             batch.starts,
             batch.lens,
@@ -175,8 +175,9 @@ def _append(pool: Pool, codecs: tuple[Codec, Codec], key: Any, value: Any, slots
     )
 
 
-def _pages(stored: Stored, scale: Any) -> Pages:
-    return Pages(stored.data, stored.scale if scale is None else scale, stored.zero)
+def _pages(codec: Codec, stored: Stored, scale: Any) -> Pages:
+    entry = codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2", "int4") else "number"
+    return Pages(stored.data, stored.scale if scale is None else scale, stored.zero, entry)
 
 
 def _of_layer(scales: Any, layer: Any) -> Any:

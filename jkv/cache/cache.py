@@ -220,7 +220,8 @@ class Cache(State):
         """Return the tokens that the pages of each sequence's table have room for."""
         pool = self.pools[group]
         is_page = (pool.page_table >= 0) & (pool.page_table < pool.num_pages)
-        num_leading = jnp.cumprod(is_page, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+        columns = jnp.arange(is_page.shape[1], dtype=jnp.int32)[None]
+        num_leading = jnp.min(jnp.where(is_page, is_page.shape[1], columns), axis=1)
         room = num_leading * self.spec.page_size
         if self.is_ring(group):
             return jnp.where(num_leading == is_page.shape[1], self.capacity, room)

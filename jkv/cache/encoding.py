@@ -14,13 +14,16 @@ from jaxtyping import Array, Float
 from jkv.cache.codec import DTYPES, Codec
 from jkv.pytree import State, pytree
 
+FP8: dict[str, Any] = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+
 
 @pytree
 class Stored(State):
     """Keys or values as a codec stores them; leading axes are the caller's.
 
     Attributes:
-        data: entries of each head; of int4 two in a byte, entry `i` and entry `i + head_dim / 2`.
+        data: entries of each head; of fp8 their bits, of int4 two in a byte, entry `i` and entry
+            `i + head_dim / 2`.
         scale: what entries are multiplied by when they are read; shape by the codec's scaling.
         zero: what is added after that.
     """
@@ -70,7 +73,10 @@ def decode(codec: Codec, stored: Stored, scale: Float[Array, " kv_head"] | None 
     else:
         ndim = stored.data.ndim
         factor = _of_heads(scale, ndim) if stored.scale is None else stored.scale[..., None]
-        heads = stored.data.astype(jnp.float32) * factor
+        data = stored.data
+        if codec.entry in FP8:
+            data = jax.lax.bitcast_convert_type(data, FP8[codec.entry])
+        heads = data.astype(jnp.float32) * factor
     return rotate(codec, heads, is_inverse=True)
 
 
@@ -129,14 +135,15 @@ def _of_heads(scale: Float[Array, " kv_head"] | None, ndim: int) -> Array:
 
 
 def _entries(codec: Codec, scaled: Array) -> Array:
-    dtype: Any = DTYPES[codec.entry]
-    rounded = jnp.round(scaled) if codec.entry == "int8" else scaled
+    if codec.entry == "int8":
+        return jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8)
     # A cast to fp8 does not saturate: it would make NaN of what is too large.
-    return jnp.clip(rounded, -_largest(codec), _largest(codec)).astype(dtype)
+    clipped = jnp.clip(scaled, -_largest(codec), _largest(codec))
+    return jax.lax.bitcast_convert_type(clipped.astype(FP8[codec.entry]), jnp.uint8)
 
 
 def _largest(codec: Codec) -> float:
-    return 127.0 if codec.entry == "int8" else float(jnp.finfo(DTYPES[codec.entry]).max)
+    return 127.0 if codec.entry == "int8" else float(jnp.finfo(FP8[codec.entry]).max)
 
 
 def _divisor(scale: Array) -> Array:

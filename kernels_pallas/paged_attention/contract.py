@@ -3,11 +3,15 @@
 Checks shapes only; every refusal names the sizes.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
+
+_FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -21,29 +25,43 @@ class Tiling:
     block_tokens: int = 128
 
 
-class Pages(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data", "scale", "zero"], meta_fields=["entry"]
+)
+@dataclass(frozen=True)
+class Pages:
     """Keys or values of all layers in the `plain` pool layout (KV-head-major within a page).
 
-    The head that a slot stands for is, with entries unpacked to float32:
+    The head that a slot stands for is, with entries read as float32:
 
     - `data`, where there is no scale;
     - `data * scale`, the scale of a token and head `[page, kv_head, slot]` or of a head `[kv_head]`;
     - `data * scale + zero`, one of each for every run of channels, `[page, kv_head, slot, run]`.
 
     Attributes:
-        data: entries; uint8 holds two 4-bit entries, `i` low and `i + head_dim / 2` high.
+        data: entries; where they are not numbers of its dtype, `entry` says what its bytes hold.
         scale: see above.
         zero: see above.
+        entry: the bits of one fp8 number, or two 4-bit integers, `i` low and `i + head_dim / 2` high.
     """
 
     data: Num[Array, "page kv_head slot width"]
     scale: Float[Array, "..."] | None = None
     zero: Float[Array, "page kv_head slot run"] | None = None
+    entry: Literal["number", "fp8_e4m3", "fp8_e5m2", "int4"] = "number"
 
     @property
     def head_dim(self) -> int:
         """Entries of a head."""
-        return self.data.shape[-1] * (2 if self.data.dtype == jnp.uint8 else 1)
+        return self.data.shape[-1] * (2 if self.entry == "int4" else 1)
+
+    def read(self, data: Num[Array, "*rows width"]) -> Num[Array, "*rows head_dim"]:
+        """Return entries taken from `data` as numbers, in whatever dtype holds them."""
+        if self.entry == "number":
+            return data
+        if self.entry == "int4":
+            return jnp.concatenate([data & 15, data >> 4], axis=-1)
+        return jax.lax.bitcast_convert_type(data, _FP8[self.entry])
 
 
 class PagedArguments(NamedTuple):
@@ -99,6 +117,8 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
 def _check_scale(pages: Pages) -> None:
     rows = pages.data.shape[:3]
     is_floating = jnp.issubdtype(pages.data.dtype, jnp.floating)
+    if pages.entry != "number" and pages.data.dtype != jnp.uint8:
+        raise ValueError(f"a pool of {pages.entry} must hold uint8, got {pages.data.dtype}")
     if pages.scale is None:
         if not is_floating:
             raise ValueError(f"a pool of {pages.data.dtype} must have scales, got none")

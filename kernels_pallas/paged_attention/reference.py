@@ -74,10 +74,7 @@ def paged_attention(
 
 def _heads(pages: Pages, index: Int[Array, "seq max_pages"]) -> Float[Array, "seq token kv_head head_dim"]:
     """Return the float32 heads that the named pages stand for."""
-    data = pages.data[index]
-    if data.dtype == jnp.uint8:
-        data = jnp.concatenate([data & 15, data >> 4], axis=-1)
-    heads = data.astype(jnp.float32)
+    heads = pages.read(pages.data[index]).astype(jnp.float32)
     if pages.zero is not None:
         assert pages.scale is not None
         scale, zero = (array[index].astype(jnp.float32) for array in (pages.scale, pages.zero))

@@ -170,13 +170,13 @@ def _weighted_sum(
     if values.zero is not None:
         assert values.scale is not None
         return _weighted_runs(weights, values, live)
-    data = values.data
+    data = values.read(values.data)
+    if jnp.issubdtype(data.dtype, jnp.floating):
+        data = jnp.where(live, data, jnp.zeros((), data.dtype))
     if values.scale is not None:
         if values.scale.ndim == 3:
             weights = weights * jnp.where(is_live[:, None], values.scale, 0)[:, :, None]
         data = data.astype(jnp.float32)
-    if jnp.issubdtype(values.data.dtype, jnp.floating):
-        data = jnp.where(live, data, 0)
     out = jnp.einsum("bkrs,bksd->bkrd", weights.astype(data.dtype), data, preferred_element_type=jnp.float32)
     if values.scale is not None and values.scale.ndim == 1:
         return out * values.scale[None, :, None, None]
@@ -198,10 +198,7 @@ def _weighted_runs(
 
 def _entries(stored: Pages, dtype: DTypeLike) -> Array:
     """Return the stored entries as numbers of `dtype`, which holds all of them exactly."""
-    data = stored.data
-    if data.dtype == jnp.uint8:
-        data = jnp.concatenate([data & 15, data >> 4], axis=-1)
-    return data.astype(dtype)
+    return stored.read(stored.data).astype(dtype)
 
 
 def _regroup(x: jax.Array, *, num_seqs: int, time: int, num_heads: int) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jkv.cache.codec import CODECS, Codec, find_codec
-from jkv.cache.encoding import decode, encode, hadamard, pack, rotate, unpack
+from jkv.cache.encoding import FP8, decode, encode, hadamard, pack, rotate, unpack
 
 NUM_HEADS = 3
 DYNAMIC = [name for name, codec in CODECS.items() if codec.scaling != "static"]
@@ -36,9 +36,7 @@ def scales_for(codec: Codec, heads: jax.Array) -> jax.Array | None:
     """Return the scales at which a static codec just does not saturate."""
     if codec.scaling != "static":
         return None
-    largest = (
-        127 if codec.entry == "int8" else float(jnp.finfo(encode(codec, heads, jnp.ones(3)).data.dtype).max)
-    )
+    largest = 127 if codec.entry == "int8" else float(jnp.finfo(FP8[codec.entry]).max)
     return jnp.abs(rotate(codec, heads)).max(axis=(0, 2)) / largest
 
 
