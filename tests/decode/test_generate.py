@@ -16,29 +16,15 @@ from jkv.decode import generate as module
 from jkv.decode.generate import Decoding, Stream, begin, generate
 from jkv.decode.loop import decode, prefill
 from jkv.decode.params import SamplingParams
-from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.step import split_model
 
 from ..compare import assert_close
 from ..poison import poison
+from ..tiny import make_config
 
 VOCAB_SIZE = 32
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=VOCAB_SIZE,
-    num_layers=1,
-    embed_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=16,
-    norm_eps=1e-6,
-    rope=RopeConfig(dim=8),
-    max_length=64,
-    windows=(None,),
-)
+CONFIG = make_config(vocab_size=VOCAB_SIZE)
 PROMPTS = [[3], [9, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8]]
 
 

@@ -14,14 +14,13 @@ from jkv.cache.cache import Cache
 from jkv.decode.loop import RUNNING, DecodeState, decode, prefill
 from jkv.decode.params import SamplingParams
 from jkv.decode.sampling import Sampler
-from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.step import split_model
 from kernels_pallas import page_write
 
-CONFIG = ModelConfig(
-    family="llama",
+from ..tiny import make_config
+
+CONFIG = make_config(
     vocab_size=64,
     num_layers=2,
     embed_dim=64,
@@ -29,10 +28,7 @@ CONFIG = ModelConfig(
     num_kv_heads=8,
     head_dim=128,
     mlp_dim=64,
-    norm_eps=1e-6,
-    rope=RopeConfig(dim=128),
     max_length=2**20,
-    windows=(None, None),
 )
 SPEC = cache_spec(CONFIG, page_size=16, codec="f32")
 # The key pool of the smaller one is 384 MB: past 256 MB XLA's CPU backend plans memory as for a real cache.

@@ -7,25 +7,12 @@ import optax
 from flax import nnx
 
 from jkv.decode.generate import Decoding, generate
-from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.step import split_model
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=16,
-    num_layers=1,
-    embed_dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    norm_eps=1e-6,
-    rope=RopeConfig(dim=8),
-    max_length=64,
-    windows=(None,),
-)
+from ..tiny import make_config
+
+CONFIG = make_config(vocab_size=16, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=32)
 # A period in which a token does not say what follows it: only attention to earlier ones does.
 TEXT = [1, 2, 1, 3, 1, 4, 5, 1, 6] * 3
 

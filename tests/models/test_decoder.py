@@ -8,28 +8,14 @@ import pytest
 from flax import nnx
 
 from jkv.cache.cache import Cache
-from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.step import split_model
 
 from ..compare import assert_close
 from ..poison import poison
+from ..tiny import make_config
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=32,
-    num_layers=2,
-    embed_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=24,
-    norm_eps=1e-6,
-    rope=RopeConfig(dim=8),
-    max_length=64,
-    windows=(None, 4),
-)
+CONFIG = make_config(num_layers=2, mlp_dim=24, windows=(None, 4))
 TOKENS = jnp.array([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 0, 0]], jnp.int32)
 LENS = jnp.array([6, 4], jnp.int32)
 

@@ -4,20 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from jkv.layers.rope import RopeConfig
-from jkv.models.families import FAMILIES, ModelConfig, check_sizes
+from jkv.models.families import FAMILIES, check_sizes
 
-CONFIG = ModelConfig(
-    family="llama",
+from ..tiny import make_config
+
+CONFIG = make_config(
     vocab_size=320,
     num_layers=2,
     embed_dim=64,
     num_heads=8,
     num_kv_heads=2,
-    head_dim=8,
     mlp_dim=96,
-    norm_eps=1e-6,
-    rope=RopeConfig(dim=8),
     max_length=512,
     windows=(None, 16),
 )
