@@ -84,12 +84,14 @@ class Cache(State):
             sharding: where the arrays are born; nothing is ever materialized whole.
 
         Raises:
-            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
+            ValueError: a size is not positive, scales are missing, the mesh does not divide it, or its form
+                is one that can be planned only.
         """
         if num_sequences < 1 or capacity < 1:
             raise ValueError(
                 f"a dense cache needs at least one sequence and one token, got {num_sequences} and {capacity}"
             )
+        _check_form(spec)
         _check_mesh(spec, num_sequences, sharding)
         make = _maker(spec, num_sequences, capacity, None, sharding)
         return make(_check_scales(spec, scales))
@@ -116,7 +118,8 @@ class Cache(State):
             sharding: as `dense`.
 
         Raises:
-            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
+            ValueError: a size is not positive, scales are missing, the mesh does not divide it, or its form
+                is one that can be planned only.
         """
         if num_sequences < 1 or capacity < 1 or min(num_pages, default=0) < 1:
             raise ValueError(
@@ -127,6 +130,7 @@ class Cache(State):
             raise ValueError(
                 f"num_pages must have one entry a group, got {len(num_pages)} for {len(spec.groups)}"
             )
+        _check_form(spec)
         _check_mesh(spec, num_sequences, sharding)
         make = _maker(spec, num_sequences, capacity, tuple(num_pages), sharding)
         return make(_check_scales(spec, scales))
@@ -256,6 +260,14 @@ def _slots(
     column = jax.lax.rem(jax.lax.div(positions, jnp.int32(page_size)), width)
     pages = jnp.take_along_axis(pool.page_table, column, axis=1)
     return jnp.where(is_valid, pages * page_size + jax.lax.rem(positions, jnp.int32(page_size)), -1)
+
+
+def _check_form(spec: CacheSpec) -> None:
+    """Refuse forms that have bytes and no arrays."""
+    if any(group.kind == "latent" for group in spec.groups):
+        raise ValueError("a cache's groups must be of kind 'gqa', got 'latent', which can only be planned")
+    if spec.layout == "tpu":
+        raise ValueError("a cache's layout must be 'plain' or 'gpu', got 'tpu', which can only be planned")
 
 
 def _check_mesh(spec: CacheSpec, num_sequences: int, sharding: Sharding | None) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 Entry = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
 Scaling = Literal["none", "token", "static", "channels"]
+PoolLayout = Literal["plain", "tpu", "gpu"]
 
 # How entries lie in a pool: int4 two in a byte, fp8 as its bits. XLA's CPU backend writes to an array of fp8
 # by way of a wider copy of all of it.
@@ -23,6 +24,8 @@ DTYPES: dict[Entry, str] = {
 }
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 MAX_SPAN = 32
+# A TPU lays the two minor dimensions of an array out in tiles of 8 rows of 128 lanes; a lane is a word.
+TILE_ROWS, TILE_LANES, WORD_BYTES = 8, 128, 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,29 @@ class ArraySpec:
     def nbytes(self) -> int:
         """Bytes, without what a device pads."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def packing(self) -> int:
+        """Entries of one column that a TPU keeps in a word."""
+        return WORD_BYTES // ITEM_BYTES[self.dtype]
+
+    def padded_bytes(self, layout: PoolLayout) -> int:
+        """Return the bytes of the array on a device.
+
+        A TPU pads the minor dimension to 128 and the one before it to 8, or to the power of two that holds
+        fewer rows and fills a word: what libtpu 0.0.48 compiles for v5e, v6e and tpu7x where dimensions stay
+        in their order, as a kernel needs them. Free to permute them, XLA may pad less.
+        """
+        if layout != "tpu":
+            return self.nbytes
+        *outer, rows, lanes = self.shape
+        tile = min(TILE_ROWS, max(self.packing, 1 << (rows - 1).bit_length()))
+        padded = (*outer, _round_up(rows, tile), _round_up(lanes, TILE_LANES))
+        return prod(padded) * ITEM_BYTES[self.dtype]
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True)

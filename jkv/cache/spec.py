@@ -4,22 +4,34 @@ Imports no JAX, so that capacity can be planned anywhere.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-from jkv.cache.codec import ArraySpec, Codec, find_codec
+from jkv.cache.codec import ArraySpec, Codec, PoolLayout, find_codec
+
+GroupKind = Literal["gqa", "latent"]
+
+# Mosaic's tiles for a GPU's matrix units are 8 rows high; a TPU's page is bound by its codec's packing.
+_GPU_PAGE = 8
 
 
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers whose caches have one shape, and so share one pool of pages.
 
+    A `latent` group (multi-head latent attention, DeepSeek-V2, section 2.1) holds one vector a token that all
+    heads share, and beside it the part of the keys that is rotated.
+
     Attributes:
         num_layers: layers of the group; layer `i` owns its pages at offset `i * num_pages`.
-        num_kv_heads: key heads, and as many value heads.
-        head_dim: entries of one head.
-        codec: how keys are stored, and values too unless they have a codec of their own.
+        num_kv_heads: key heads, and as many value heads; 1 of a latent.
+        head_dim: entries of one head, or of the latent.
+        codec: how keys are stored, and values too unless they have a codec of their own; or the latent.
         value_codec: how values are stored; None is as keys.
         window: latest tokens that the layers see; older ones are overwritten. None keeps all.
+        kind: what a token leaves behind.
+        rope_dim: entries of the rotated part beside a latent.
+        rope_codec: how that part is stored; None is f32 beside a latent in f32, else bf16.
     """
 
     num_layers: int
@@ -28,16 +40,28 @@ class CacheGroup:
     codec: str = "f32"
     value_codec: str | None = None
     window: int | None = None
+    kind: GroupKind = "gqa"
+    rope_dim: int = 0
+    rope_codec: str | None = None
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
-        """The codecs of keys and values."""
+        """The codecs of keys and values, or of the latent and its rotated part."""
+        if self.kind == "latent":
+            raw = "f32" if self.codec == "f32" else "bf16"
+            return find_codec(self.codec), find_codec(self.rope_codec or raw)
         return find_codec(self.codec), find_codec(self.value_codec or self.codec)
 
     @property
-    def num_scales(self) -> int:
-        """Calibrated scales, of keys and values, that the group keeps beside its pages."""
-        return sum(codec.scaling == "static" for codec in self.codecs) * self.num_layers * self.num_kv_heads
+    def dims(self) -> tuple[int, int]:
+        """The entries of a key and of a value, or of the latent and its rotated part."""
+        return self.head_dim, self.rope_dim if self.kind == "latent" else self.head_dim
+
+    @property
+    def scale_arrays(self) -> list[ArraySpec]:
+        """The arrays of calibrated scales, of keys and of values, that the group keeps beside its pages."""
+        scales = ArraySpec((self.num_layers, self.num_kv_heads), "float32")
+        return [scales for codec in self.codecs if codec.scaling == "static"]
 
     def page_arrays(
         self, num_pages: int, page_size: int
@@ -47,15 +71,29 @@ class CacheGroup:
             "num_pages": self.num_layers * num_pages,
             "num_kv_heads": self.num_kv_heads,
             "page_size": page_size,
-            "head_dim": self.head_dim,
         }
-        keys, values = self.codecs
-        return keys.page_arrays(**sizes), values.page_arrays(**sizes)
+        (keys, values), (key_dim, value_dim) = self.codecs, self.dims
+        return keys.page_arrays(**sizes, head_dim=key_dim), values.page_arrays(**sizes, head_dim=value_dim)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token's keys and values take in all layers of the group, scales included."""
-        return sum(array.nbytes for arrays in self.page_arrays(1, 1) for array in arrays.values())
+    def page_bytes(self, page_size: int, layout: PoolLayout = "plain") -> int:
+        """Return the bytes of one page in all layers of the group, scales included."""
+        arrays = self.page_arrays(1, page_size)
+        return sum(array.padded_bytes(layout) for part in arrays for array in part.values())
+
+    def split_heads(self, num_ways: int) -> "CacheGroup":
+        """Return the group of one device of `num_ways` that share the KV heads; each holds a latent whole.
+
+        Raises:
+            ValueError: the heads do not split evenly.
+        """
+        if self.kind == "latent":
+            return self
+        if self.num_kv_heads % num_ways:
+            raise ValueError(
+                f"KV heads must split evenly over devices, got {self.num_kv_heads} over {num_ways}; "
+                "split them fewer ways"
+            )
+        return replace(self, num_kv_heads=self.num_kv_heads // num_ways)
 
 
 @dataclass(frozen=True)
@@ -66,45 +104,60 @@ class CacheSpec:
         groups: cache groups in the order that layers name them.
         page_size: tokens of one page.
         max_chunk: new tokens that a sequence may get in one step where a group has a window.
+        layout: the device whose padding and limits hold; `plain` has none.
     """
 
     groups: tuple[CacheGroup, ...]
     page_size: int
     max_chunk: int
+    layout: PoolLayout = "plain"
 
     @classmethod
-    def create(cls, groups: Sequence[CacheGroup], *, page_size: int, max_chunk: int = 256) -> "CacheSpec":
+    def create(
+        cls,
+        groups: Sequence[CacheGroup],
+        *,
+        page_size: int,
+        max_chunk: int = 256,
+        layout: PoolLayout = "plain",
+    ) -> "CacheSpec":
         """Check and build a specification.
 
         Raises:
-            ValueError: a size is not positive or does not fit its codec, a codec is unknown, or there is no
-                group.
+            ValueError: a size is not positive or does not fit its codec or the layout, a name is unknown, or
+                there is no group.
         """
         if not groups:
             raise ValueError("a cache needs at least one group, got none")
         for group in groups:
-            sizes = (group.num_layers, group.num_kv_heads, group.head_dim)
-            if min(sizes) < 1:
-                raise ValueError(f"a group's layers, KV heads and head_dim must be positive, got {sizes}")
-            if any(codec.entry == "int4" for codec in group.codecs) and group.head_dim % 2:
-                raise ValueError(f"head_dim must be even for int4, two entries a byte, got {group.head_dim}")
-            if group.window is not None and group.window < 1:
-                raise ValueError(f"window must be at least 1 token, got {group.window}")
+            _check_group(group)
         if page_size < 1 or max_chunk < 1:
             raise ValueError(
                 f"page_size and max_chunk must be at least 1 token, got {page_size} and {max_chunk}"
             )
-        return cls(tuple(groups), page_size, max_chunk)
+        spec = cls(tuple(groups), page_size, max_chunk, layout)
+        _check_layout(spec)
+        return spec
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, page rounding aside; of a window, while it is in it."""
-        return sum(group.bytes_per_token for group in self.groups)
+        return self.bytes_per_page // self.page_size
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page in all layers of all groups."""
-        return self.page_size * self.bytes_per_token
+        """Bytes of one page in all layers of all groups, before a device pads them."""
+        return sum(group.page_bytes(self.page_size) for group in self.groups)
+
+    @property
+    def padded_bytes_per_page(self) -> int:
+        """Bytes of one page in all layers of all groups on the layout's device."""
+        return sum(group.page_bytes(self.page_size, self.layout) for group in self.groups)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of calibrated scales on the layout's device."""
+        return sum(array.padded_bytes(self.layout) for group in self.groups for array in group.scale_arrays)
 
     def pages_for(self, num_tokens: int, group: int = 0) -> int:
         """Return the pages that a sequence of `num_tokens` takes in a group; a window's are bounded."""
@@ -113,17 +166,81 @@ class CacheSpec:
             num_tokens = min(num_tokens, window + self.max_chunk)
         return -(-num_tokens // self.page_size)
 
-    def dense_bytes(self, num_sequences: int, capacity: int) -> int:
-        """Return the bytes of a dense cache's pools.
-
-        Without a codec's scales and windows it is `2 * B * S * L * H_kv * d_h * p`, S in whole pages.
-        """
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes that a sequence of `num_tokens` takes, in whole pages and with their padding."""
         return sum(
-            num_sequences * self.pages_for(capacity, index) * self.page_size * group.bytes_per_token
-            + 4 * group.num_scales
+            self.pages_for(num_tokens, index) * group.page_bytes(self.page_size, self.layout)
             for index, group in enumerate(self.groups)
         )
 
+    def dense_bytes(self, num_sequences: int, capacity: int) -> int:
+        """Return the bytes of a dense cache's pools.
+
+        Without a codec's scales, windows and padding it is `2 * B * S * L * H_kv * d_h * p`, S in whole
+        pages.
+        """
+        return num_sequences * self.bytes_for(capacity) + self.scale_bytes
+
+    def paged_bytes(self, num_pages: Sequence[int]) -> int:
+        """Return the bytes of the pools of a paged cache with so many pages a group."""
+        return self.scale_bytes + sum(
+            pages * group.page_bytes(self.page_size, self.layout)
+            for pages, group in zip(num_pages, self.groups, strict=True)
+        )
+
+    def table_bytes(self, num_sequences: int, capacity: int) -> int:
+        """Return the bytes of the page tables, and of three counts a sequence."""
+        width = sum(self.pages_for(capacity, group) for group in range(len(self.groups)))
+        return 4 * num_sequences * (width + 3)
+
     def tokens_in(self, budget_bytes: int) -> int:
         """Return the tokens, in whole pages, whose keys and values fit in `budget_bytes`."""
-        return budget_bytes // self.bytes_per_page * self.page_size
+        return budget_bytes // self.padded_bytes_per_page * self.page_size
+
+    def split_heads(self, num_ways: int) -> "CacheSpec":
+        """Return the specification of one device of `num_ways` that share the KV heads.
+
+        Raises:
+            ValueError: the heads do not split evenly.
+        """
+        return replace(self, groups=tuple(group.split_heads(num_ways) for group in self.groups))
+
+
+def _check_group(group: CacheGroup) -> None:
+    sizes = (group.num_layers, group.num_kv_heads, group.head_dim)
+    if min(sizes) < 1:
+        raise ValueError(f"a group's layers, KV heads and head_dim must be positive, got {sizes}")
+    for codec, dim in zip(group.codecs, group.dims, strict=True):
+        if codec.entry == "int4" and dim % 2:
+            raise ValueError(f"head_dim must be even for int4, two entries a byte, got {dim}")
+    if group.window is not None and group.window < 1:
+        raise ValueError(f"window must be at least 1 token, got {group.window}")
+    if group.kind not in get_args(GroupKind):
+        raise ValueError(f"a group's kind must be one of {get_args(GroupKind)}, got {group.kind!r}")
+    if group.kind == "latent" and (group.num_kv_heads != 1 or group.rope_dim < 1 or group.value_codec):
+        raise ValueError(
+            "a latent group must have 1 KV head, a positive rope_dim and no value_codec, "
+            f"got {group.num_kv_heads}, {group.rope_dim} and {group.value_codec}; rope_codec stores the rest"
+        )
+    if group.kind == "gqa" and (group.rope_dim or group.rope_codec):
+        raise ValueError(
+            "rope_dim and rope_codec belong to a latent group, "
+            f"got {group.rope_dim} and {group.rope_codec} in one of kind 'gqa'"
+        )
+
+
+def _check_layout(spec: CacheSpec) -> None:
+    if spec.layout not in get_args(PoolLayout):
+        raise ValueError(f"a pool's layout must be one of {get_args(PoolLayout)}, got {spec.layout!r}")
+    if spec.layout == "gpu" and spec.page_size % _GPU_PAGE:
+        raise ValueError(
+            f"page_size must be a multiple of {_GPU_PAGE} in the layout 'gpu', got {spec.page_size}"
+        )
+    if spec.layout == "tpu":
+        data = [part["data"] for group in spec.groups for part in group.page_arrays(1, spec.page_size)]
+        packing = max(array.packing for array in data)
+        if spec.page_size % packing:
+            raise ValueError(
+                f"page_size must be a multiple of {packing} in the layout 'tpu', whose words hold as many "
+                f"slots of this codec, got {spec.page_size}"
+            )

@@ -118,7 +118,9 @@ def _cache(config: DecodeConfig, model: ModelConfig) -> str:
         return f"{lines[0]}; a sequence holds its prompt and new tokens\n"
     sequences = config.engine.max_sequences
     total = spec.dense_bytes(sequences, cache.capacity)
-    on_device = total // (mesh.shards("page") * mesh.shards("kv_head"))
+    on_device = spec.split_heads(mesh.shards("kv_head")).dense_bytes(
+        sequences // mesh.shards("page"), cache.capacity
+    )
     lines.append(f"  {sequences} sequences of {cache.capacity} tokens: {_bytes(total)}")
     lines.append(f"  on a device: {_bytes(on_device)}")
     return "\n".join([*lines, ""])

@@ -1,18 +1,98 @@
 """The arithmetic of cache sizes."""
 
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jkv.cache.cache import Cache
+from jkv.cache.codec import CODECS, ArraySpec
 from jkv.cache.spec import CacheGroup, CacheSpec
 
 
-def make_spec(page_size: int = 16, **sizes) -> CacheSpec:
-    group = CacheGroup(**{"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, **sizes})
-    return CacheSpec.create([group], page_size=page_size)
+def make_group(**sizes) -> CacheGroup:
+    return CacheGroup(**{"num_layers": 3, "num_kv_heads": 2, "head_dim": 8, **sizes})
+
+
+def make_spec(page_size: int = 16, layout: str = "plain", **sizes) -> CacheSpec:
+    return CacheSpec.create([make_group(**sizes)], page_size=page_size, layout=layout)
+
+
+def make_latent(page_size: int = 16, layout: str = "plain", **options) -> CacheSpec:
+    latent = {"num_kv_heads": 1, "head_dim": 512, "kind": "latent", "rope_dim": 64}
+    return make_spec(page_size, layout, **(latent | options))
+
+
+def allocated(cache: Cache, *names: str) -> int:
+    leaves = jax.tree.leaves([getattr(pool, name) for pool in cache.pools for name in names])
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def test_dense_bytes_are_two_b_s_l_h_d_p():
-    spec = make_spec(codec="bf16")
-    assert spec.dense_bytes(num_sequences=5, capacity=64) == 2 * 5 * 64 * 3 * 2 * 8 * 2
+    spec = make_spec(codec="bf16", num_layers=80, num_kv_heads=8, head_dim=128)
+    assert spec.dense_bytes(32, 8192) == 2 * 32 * 8192 * 80 * 8 * 128 * 2 == 80 * 2**30
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_planned_is_what_gets_allocated(codec: str, window: int | None):
+    groups = [make_group(codec=codec), make_group(value_codec=codec, window=window)]
+    spec = CacheSpec.create(groups, page_size=16, max_chunk=8)
+    scales = [
+        tuple(jnp.ones((3, 2)) if one.scaling == "static" else None for one in group.codecs)
+        for group in groups
+    ]
+    dense = functools.partial(Cache.dense, spec, num_sequences=5, capacity=70, scales=scales)
+    paged = functools.partial(
+        Cache.paged, spec, num_sequences=5, capacity=70, num_pages=(7, 3), scales=scales
+    )
+    for make, planned in ((dense, spec.dense_bytes(5, 70)), (paged, spec.paged_bytes((7, 3)))):
+        cache = jax.eval_shape(make)
+        assert allocated(cache, "keys", "values", "key_scale", "value_scale") == planned
+        counts = 4 * sum(count.size for count in (cache.lengths, cache.peaks, cache.num_dropped))
+        assert allocated(cache, "page_table") + counts == spec.table_bytes(5, 70)
+
+
+def test_a_latent_costs_its_entries_and_the_rotated_ones():
+    assert make_latent(codec="bf16").bytes_per_token == 3 * (512 + 64) * 2
+    assert make_latent(codec="f32").bytes_per_token == 3 * (512 + 64) * 4
+    # A token's scale is one float32; the rotated part stays as it is.
+    assert make_latent(codec="int8").bytes_per_token == 3 * (512 + 4 + 64 * 2)
+    assert make_latent(codec="int8", rope_codec="int8").bytes_per_token == 3 * (512 + 64 + 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "padded"),
+    [
+        ((6, 2, 16, 64), "bfloat16", (6, 2, 16, 128)),
+        ((6, 2, 20, 128), "bfloat16", (6, 2, 24, 128)),
+        ((6, 2, 3, 130), "float32", (6, 2, 4, 256)),
+        ((6, 2, 1, 128), "int8", (6, 2, 4, 128)),
+        ((6, 1, 16), "float32", (6, 1, 128)),
+    ],
+)
+def test_a_tpu_pads_the_two_minor_dimensions(shape: tuple, dtype: str, padded: tuple):
+    array = ArraySpec(shape, dtype)
+    assert array.padded_bytes("tpu") == ArraySpec(padded, dtype).nbytes
+    assert array.padded_bytes("plain") == array.padded_bytes("gpu") == array.nbytes
+
+
+def test_padding_counts_against_a_budget():
+    spec = make_spec(layout="tpu", codec="bf16", head_dim=64)
+    assert spec.padded_bytes_per_page == 2 * spec.bytes_per_page
+    assert spec.tokens_in(spec.padded_bytes_per_page) == 16
+    assert spec.dense_bytes(5, 64) == 2 * make_spec(codec="bf16", head_dim=64).dense_bytes(5, 64)
+
+
+def test_a_device_holds_its_share_of_the_heads_and_a_whole_latent():
+    whole = make_spec(num_kv_heads=8, codec="int8")
+    assert 4 * whole.split_heads(4).dense_bytes(5, 64) == whole.dense_bytes(5, 64)
+    assert make_latent().split_heads(4) == make_latent()
+    with pytest.raises(ValueError, match="split evenly over devices, got 8 over 16"):
+        whole.split_heads(16)
 
 
 def test_a_part_of_a_page_costs_a_whole_one():
@@ -41,11 +121,45 @@ def test_groups_add_up():
         ({"num_layers": 0}, r"must be positive, got \(0, 2, 8\)"),
         ({"head_dim": -8}, r"must be positive, got \(3, 2, -8\)"),
         ({"page_size": 0}, "at least 1 token, got 0"),
+        ({"codec": "int4", "head_dim": 7}, "even for int4, two entries a byte, got 7"),
+        ({"layout": "gpu", "page_size": 12}, "multiple of 8 in the layout 'gpu', got 12"),
+        ({"layout": "tpu", "codec": "int8", "page_size": 6}, "multiple of 4 in the layout 'tpu'.* got 6"),
+        ({"kind": "latent", "rope_dim": 4}, "must have 1 KV head, .* got 2, 4 and None"),
+        ({"rope_dim": 64}, "belong to a latent group, got 64 and None"),
     ],
 )
 def test_sizes_that_make_no_cache_are_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_spec(**options)
+
+
+def test_unknown_names_are_refused():
+    # In a process of its own: here jaxtyping's hook refuses them first.
+    code = (
+        "from jkv.cache.spec import CacheGroup, CacheSpec\n"
+        "for options, layout in (({'kind': 'mla'}, 'plain'), ({}, 'npu')):\n"
+        "    try: CacheSpec.create([CacheGroup(1, 1, 8, **options)], page_size=8, layout=layout)\n"
+        "    except ValueError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [
+        "a group's kind must be one of ('gqa', 'latent'), got 'mla'",
+        "a pool's layout must be one of ('plain', 'tpu', 'gpu'), got 'npu'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (make_latent(), "must be of kind 'gqa', got 'latent'"),
+        (make_spec(layout="tpu"), "must be 'plain' or 'gpu', got 'tpu'"),
+    ],
+)
+def test_a_form_without_arrays_is_not_allocated(spec: CacheSpec, message: str):
+    with pytest.raises(ValueError, match=message):
+        Cache.dense(spec, num_sequences=1, capacity=16)
+    with pytest.raises(ValueError, match=message):
+        Cache.paged(spec, num_sequences=1, capacity=16, num_pages=[1])
 
 
 def test_a_cache_without_groups_is_refused():
