@@ -17,7 +17,7 @@ import tyro
 
 from jkv.cli.fits import check_length, check_memory
 from jkv.cli.options import Flag, ModelOptions, parse, resolve, show_progress
-from jkv.decode.configured import load_configured, make_decoding
+from jkv.decode.configured import configured_spec, load_configured, make_decoding
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
 from jkv.models.weights.model import open_model
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> None:
     sizes = open_model(config.model.path).config
     longest = max(contexts) + arguments.steps
     check_length(sizes, longest, remedy=" with the steps; lower --context")
-    check_memory(config, sizes, num_sequences=max(batches), num_tokens=longest)
+    check_memory(config, configured_spec(config, sizes), num_sequences=max(batches), num_tokens=longest)
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
         decoding = make_decoding(config, model)

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jkv import ops
 from jkv.cli.fits import check_divides
+from jkv.cli.inspect import describe_groups
 from jkv.cli.options import parse
 from jkv.config import (
     LOGICAL_ARRAYS,
@@ -112,10 +113,12 @@ def _weights(config: DecodeConfig, model: ModelConfig) -> str:
 
 def _cache(config: DecodeConfig, model: ModelConfig) -> str:
     cache, mesh = config.cache, config.mesh
-    spec = configured_spec(cache, model)
+    spec = configured_spec(config, model)
     lines = [f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page"]
+    longest = max(config.engine.prefill_buckets)
+    lines += [_group(model, **group) for group in describe_groups(model, spec, max_chunk=longest)]
     if cache.capacity == "auto":
-        return f"{lines[0]}; a sequence holds its prompt and new tokens\n"
+        return "\n".join([*lines, "  a sequence holds its prompt and new tokens", ""])
     sequences = config.engine.max_sequences
     total = spec.dense_bytes(sequences, cache.capacity)
     on_device = spec.split_heads(mesh.shards("kv_head")).dense_bytes(
@@ -124,6 +127,23 @@ def _cache(config: DecodeConfig, model: ModelConfig) -> str:
     lines.append(f"  {sequences} sequences of {cache.capacity} tokens: {_bytes(total)}")
     lines.append(f"  on a device: {_bytes(on_device)}")
     return "\n".join([*lines, ""])
+
+
+def _group(
+    model: ModelConfig,
+    *,
+    layers: int,
+    window: int | None,
+    bytes_per_token: int,
+    bytes_at_max_length: dict[str, int],
+) -> str:
+    """Return a cache group in one line."""
+    seen = "" if window is None else f", window {window:,}"
+    sizes = ", ".join(f"{layout} {_bytes(count)}" for layout, count in bytes_at_max_length.items())
+    return (
+        f"  {layers} layers{seen}: {_bytes(bytes_per_token)} a token; "
+        f"a sequence of {model.max_length:,} tokens: {sizes}"
+    )
 
 
 def _bytes(count: int) -> str:

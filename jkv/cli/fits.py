@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from jkv.cache.spec import CacheSpec
 from jkv.config import ConfigError, DecodeConfig, Place, Problem
 from jkv.decode.batch import read_prompts, round_capacity
 from jkv.decode.configured import configured_spec
@@ -18,7 +19,13 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_tokens(
-    config: DecodeConfig, model: ModelConfig, prompts: Sequence[Sequence[int]], num_new: int, *, remedy: str
+    config: DecodeConfig,
+    model: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    num_new: int,
+    *,
+    remedy: str,
+    max_chunk: int | None = None,
 ) -> None:
     """Refuse prompts that cannot be decoded, or whose cache the memory cannot hold.
 
@@ -28,6 +35,7 @@ def check_tokens(
         prompts: token ids.
         num_new: tokens that follow each.
         remedy: what to do about prompts that are too long.
+        max_chunk: tokens of the longest step; None is the widest of a prefill.
 
     Raises:
         ValueError: an id is unknown, or the prompts do not fit the model, the mesh or the memory.
@@ -36,7 +44,8 @@ def check_tokens(
     needed = max(map(len, prompts)) + num_new
     check_length(model, needed, remedy=remedy)
     check_divides(config, model, num_sequences=len(prompts))
-    check_memory(config, model, num_sequences=len(prompts), num_tokens=needed)
+    spec = configured_spec(config, model, max_chunk=max_chunk)
+    check_memory(config, spec, num_sequences=len(prompts), num_tokens=needed)
 
 
 def check_length(model: ModelConfig, num_tokens: int, *, remedy: str) -> None:
@@ -67,18 +76,18 @@ def check_divides(config: DecodeConfig, model: ModelConfig, *, num_sequences: in
         raise ConfigError(problems)
 
 
-def check_memory(config: DecodeConfig, model: ModelConfig, *, num_sequences: int, num_tokens: int) -> None:
+def check_memory(config: DecodeConfig, spec: CacheSpec, *, num_sequences: int, num_tokens: int) -> None:
     """Refuse a cache that is larger than the memory it would lie in.
 
     Args:
         config: the cache and the mesh.
-        model: its sizes.
+        spec: from `configured_spec`.
         num_sequences: rows of the batch.
         num_tokens: that each must hold, where the configured capacity is auto.
     """
     cache, mesh = config.cache, config.mesh
     capacity = round_capacity(num_tokens, cache.page_size) if cache.capacity == "auto" else cache.capacity
-    needed = configured_spec(cache, model).dense_bytes(num_sequences, capacity)
+    needed = spec.dense_bytes(num_sequences, capacity)
     available = _memory_bytes(mesh.shards("page") * mesh.shards("kv_head"))
     if available is not None and needed > available:
         raise ValueError(

@@ -6,7 +6,7 @@ Reads headers only.
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import tyro
 
 from jkv.cache.codec import CODECS
+from jkv.cache.spec import CacheSpec
 from jkv.cli.options import Flag, find_tokenizer, parse_alone
 from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
@@ -107,7 +108,37 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
             for codec, form in CODECS.items()
             if form.scaling != "static"
         },
+        # In float32 and without page rounding.
+        "cache_groups": describe_groups(config, cache_spec(config, page_size=1), max_chunk=1),
     }
+
+
+def describe_groups(model: ModelConfig, spec: CacheSpec, *, max_chunk: int) -> list[dict[str, Any]]:
+    """Return each cache group's layers, window and bytes, by layout for a sequence of the model's length.
+
+    Args:
+        model: the windows of its layers.
+        spec: its cache, whatever the layout.
+        max_chunk: tokens of the longest step, for which a window keeps room.
+    """
+    described = []
+    for window, group in zip(dict.fromkeys(model.windows), spec.groups, strict=True):
+        layouts = {"dense": None} if window is None else {"dense": None, "window": window}
+        kept = {
+            layout: CacheSpec((replace(group, window=tokens),), spec.page_size, max_chunk)
+            for layout, tokens in layouts.items()
+        }
+        described.append(
+            {
+                "layers": group.num_layers,
+                "window": window,
+                "bytes_per_token": kept["dense"].bytes_per_token,
+                "bytes_at_max_length": {
+                    layout: one.dense_bytes(1, model.max_length) for layout, one in kept.items()
+                },
+            }
+        )
+    return described
 
 
 def _tokenizer(location: ModelLocation) -> dict[str, Any]:

@@ -32,6 +32,7 @@ _KEYS = {
     "capacity": "cache.capacity",
     "codec": "cache.codec",
     "value_codec": "cache.value-codec",
+    "window_codec": "cache.window-codec",
     "attention": "engine.attention",
 }
 
@@ -56,6 +57,8 @@ class ModelOptions:
     """How keys are stored, and values unless --value-codec says otherwise."""
     value_codec: CodecName | None = None
     """How values are stored."""
+    window_codec: CodecName | None = None
+    """How layers with a sliding window store keys and values."""
     attention: Literal["auto", "reference", "xla"] | None = None
     """Implementation of attention."""
 

@@ -22,7 +22,6 @@ from jkv.config import CodecName
 from jkv.decode.compare import Comparison, compare
 from jkv.decode.configured import load_configured, make_decoding
 from jkv.decode.score import Score, score
-from jkv.models.decoder import cache_spec
 from jkv.models.load import load_tokenizer
 from jkv.models.weights.locate import resolve_model
 from jkv.models.weights.model import open_model
@@ -59,17 +58,22 @@ def run(argv: Sequence[str]) -> None:
         _check_output(arguments.logits)
     tokens = read_tokens(arguments, config.model.path)
     check_tokens(
-        config, open_model(config.model.path).config, tokens.tolist(), 0, remedy="; give --max-tokens"
+        config,
+        open_model(config.model.path).config,
+        tokens.tolist(),
+        0,
+        remedy="; give --max-tokens",
+        max_chunk=arguments.chunk,
     )
     if arguments.compare is not None and arguments.logits is not None:
         raise ValueError("--compare and --logits exclude each other, got both")
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
         show("scoring")
-        decoding = make_decoding(config, model)
+        decoding = make_decoding(config, model, max_chunk=arguments.chunk)
         if arguments.compare is not None:
-            spec = cache_spec(model.config, page_size=config.cache.page_size, codec=arguments.compare)
-            base = replace(decoding, spec=spec)
+            cache = replace(config.cache, codec=arguments.compare, value_codec=None, window_codec=None)
+            base = make_decoding(replace(config, cache=cache), model, max_chunk=arguments.chunk)
             comparison = compare(base, decoding, tokens, chunk=arguments.chunk)
             shown = describe(comparison, base.spec.bytes_per_token, decoding.spec.bytes_per_token)
             print(json.dumps(shown) if arguments.json else _rows(shown))

@@ -34,18 +34,20 @@ class CacheSection(Section):
     """How keys and values are kept.
 
     Attributes:
-        layout: how a sequence's pages lie in the pool.
+        layout: dense keeps every token; window keeps of each layer with a window no more than that sees.
         page_size: tokens of a page.
         capacity: tokens a sequence may hold; auto is its prompt and new tokens.
         codec: how keys are stored, and values unless they have a codec of their own.
         value_codec: how values are stored; null is as keys.
+        window_codec: how layers with a window store keys and values; null is as the other layers.
     """
 
-    layout: Literal["dense"]
+    layout: Literal["dense", "window"]
     page_size: Count = 16
     capacity: Count | Literal["auto"] = "auto"
     codec: CodecName = "f32"
     value_codec: CodecName | None = None
+    window_codec: CodecName | None = None
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,29 @@ def load_configured(config: DecodeConfig) -> LanguageModel:
     )
 
 
-def make_decoding(config: DecodeConfig, model: LanguageModel, *, stop_ids: Iterable[int] = ()) -> Decoding:
-    """Return how the model is decoded by the configuration's cache, mesh and engine."""
+def make_decoding(
+    config: DecodeConfig,
+    model: LanguageModel,
+    *,
+    stop_ids: Iterable[int] = (),
+    max_chunk: int | None = None,
+) -> Decoding:
+    """Return how the model is decoded by the configuration's cache, mesh and engine.
+
+    Args:
+        config: the configuration.
+        model: what it names, loaded.
+        stop_ids: tokens that end a sequence.
+        max_chunk: see `configured_spec`.
+
+    Raises:
+        ValueError: as `configured_spec`, or the machine has fewer devices than the mesh.
+    """
     engine, cache = config.engine, config.cache
     return Decoding(
         step=model.step,
         weights=model.weights,
-        spec=configured_spec(config.cache, model.config),
+        spec=configured_spec(config, model.config, max_chunk=max_chunk),
         vocab_size=model.config.vocab_size,
         stop_ids=tuple(stop_ids),
         capacity=None if cache.capacity == "auto" else cache.capacity,
@@ -56,9 +72,37 @@ def make_decoding(config: DecodeConfig, model: LanguageModel, *, stop_ids: Itera
     )
 
 
-def configured_spec(cache: CacheSection, model: ModelConfig) -> CacheSpec:
-    """Return the sizes of the cache that the configuration gives a model."""
-    return cache_spec(model, page_size=cache.page_size, codec=cache.codec, value_codec=cache.value_codec)
+def configured_spec(config: DecodeConfig, model: ModelConfig, *, max_chunk: int | None = None) -> CacheSpec:
+    """Return the sizes of the cache that the configuration gives a model.
+
+    Args:
+        config: its cache, and the engine's steps.
+        model: layers, heads and windows.
+        max_chunk: tokens of the longest step; None is the widest of a prefill.
+
+    Raises:
+        ValueError: the cache asks for windows that the model does not have.
+    """
+    cache = config.cache
+    if not any(model.windows):
+        _refuse_windows(cache)
+    longest = max(config.engine.prefill_buckets) if max_chunk is None else max_chunk
+    return cache_spec(
+        model,
+        page_size=cache.page_size,
+        codec=cache.codec,
+        value_codec=cache.value_codec,
+        window_codec=cache.window_codec,
+        max_chunk=None if cache.layout == "dense" else longest,
+    )
+
+
+def _refuse_windows(cache: CacheSection) -> None:
+    reason = "needs a model whose layers have a sliding window, got one without"
+    if cache.layout == "window":
+        raise ValueError(f"cache layout window {reason}; use layout dense")
+    if cache.window_codec is not None:
+        raise ValueError(f"cache window_codec {reason}; leave it out, codec is that of all layers")
 
 
 def make_sampling(config: DecodeConfig) -> SamplingParams:

@@ -3,6 +3,7 @@
 Reads a `ModelConfig`; knows no file format and no loop.
 """
 
+from collections import Counter
 from typing import Any
 
 import jax.numpy as jnp
@@ -117,8 +118,8 @@ class Decoder(nnx.Module):
         """
         x = self.embed(tokens)
         rotation = step_rotation(self.config.rope, tokens.shape[1], batch)
-        for index, layer in enumerate(self.layers):
-            x, cache = layer(x, cache, where=(0, index), batch=batch, rotation=rotation)
+        for layer, where in zip(self.layers, cache_places(self.config), strict=True):
+            x, cache = layer(x, cache, where=where, batch=batch, rotation=rotation)
         last_only = False
         if batch is not None and batch.outputs == "last":
             last_only = True
@@ -128,9 +129,44 @@ class Decoder(nnx.Module):
         return (logits[:, 0] if last_only else logits), cache
 
 
+def cache_places(config: ModelConfig) -> list[tuple[int, int]]:
+    """Return each layer's cache group and its index there.
+
+    Layers of one window are a group, and so are those without one; groups come in order of first appearance.
+    """
+    windows = list(dict.fromkeys(config.windows))
+    counts: Counter[int | None] = Counter()
+    places = []
+    for window in config.windows:
+        places.append((windows.index(window), counts[window]))
+        counts[window] += 1
+    return places
+
+
 def cache_spec(
-    config: ModelConfig, *, page_size: int, codec: str = "f32", value_codec: str | None = None
+    config: ModelConfig,
+    *,
+    page_size: int,
+    codec: str = "f32",
+    value_codec: str | None = None,
+    window_codec: str | None = None,
+    max_chunk: int | None = None,
 ) -> CacheSpec:
-    """Return the cache that the model decodes with: one group for its layers of one shape."""
-    group = CacheGroup(config.num_layers, config.num_kv_heads, config.head_dim, codec, value_codec)
-    return CacheSpec.create([group], page_size=page_size)
+    """Return the cache that the model decodes with, its groups as `cache_places` counts them.
+
+    Args:
+        config: the model's layers, heads and windows.
+        page_size: tokens of a page.
+        codec: how keys are stored, and values unless they have a codec of their own.
+        value_codec: how values are stored.
+        window_codec: how layers with a window store keys and values; None is as the others.
+        max_chunk: tokens of the longest step, for which layers with a window keep room beside their window;
+            None: they keep every token.
+    """
+    groups = []
+    for window, num_layers in Counter(config.windows).items():
+        codecs = (codec, value_codec) if window is None or window_codec is None else (window_codec, None)
+        kept = None if max_chunk is None else window
+        groups.append(CacheGroup(num_layers, config.num_kv_heads, config.head_dim, *codecs, window=kept))
+    longest: dict[str, Any] = {} if max_chunk is None else {"max_chunk": max_chunk}
+    return CacheSpec.create(groups, page_size=page_size, **longest)

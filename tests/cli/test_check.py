@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import yaml
 
@@ -70,6 +72,28 @@ def test_a_capacity_that_depends_on_the_request_is_said():
     shown = check("smollm2-cpu", model=make_model())
     assert f"cache: {2 * 3 * 4 * 4 * 4} bytes a token" in shown
     assert "holds its prompt and new tokens" in shown
+
+
+def test_groups_of_layers_show_what_a_window_saves():
+    flags = ["--cache", "window", "--cache.window-codec", "bf16", "--engine.prefill-buckets", "8", "16"]
+    shown = check("smollm2-cpu", flags, model=replace(make_model(), windows=(None, 24, 24)))
+    layer = 2 * 4 * 4
+    assert f"  1 layers: {4 * layer} bytes a token; a sequence of 128 tokens: dense {512 * layer:,}" in shown
+    windowed = f"  2 layers, window 24: {4 * layer} bytes a token; a sequence of 128 tokens: "
+    # 24 tokens of the window and 16 of the longest step, in pages of 16.
+    assert f"{windowed}dense {512 * layer:,} bytes, window {4 * 48 * layer:,} bytes\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cache", "window"], "cache layout window needs a model whose layers have a sliding window"),
+        (["--cache.window-codec", "bf16"], "cache window_codec needs a model whose layers have a sliding"),
+    ],
+)
+def test_a_window_that_no_layer_has_is_refused(flags: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        check("smollm2-cpu", flags, model=make_model())
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused():

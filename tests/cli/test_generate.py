@@ -43,6 +43,15 @@ def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference
     assert shown == ids(reference[0][40 : end + 1]) + "\n"
 
 
+def test_a_window_s_layers_keep_no_more_than_it(run_json, tiny):
+    model = tiny.parent / "mistral_sliding"
+    rows = np.load(model / "reference.npz")["greedy"].tolist()
+    flags = ("--cache", "window", "--page-size", 4, "--engine.prefill-buckets", 8, "--json")
+    shown = run_json(*GREEDY, "--model", model, *flags, "--prompt-tokens", *(ids(row[:40]) for row in rows))
+    assert [one["tokens"] for one in shown] == [row[40:] for row in rows]
+    assert {one["cache_bytes"] for one in shown} == {(16 + 8) * 2 * 3 * 2 * 8 * 4}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,6 +83,7 @@ def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference
         (("--prompt-tokens", "1", "--temperature", "-1"), "engine.sampling.temperature"),
         (("--prompt-tokens", "1", "--top-p", "0"), "engine.sampling.top_p"),
         (("--prompt-tokens", "1", "--temprature", "1"), "--temprature: is not a flag"),
+        (("--prompt-tokens", "1", "--cache", "window"), "cache layout window needs a model whose layers"),
         (("--prompt-tokens", *["1"] * 9), "a batch holds 8 sequences, got 9 prompts"),
         (("--prompt-tokens", "1,2", "--capacity", "2", "--max-new-tokens", "2"), "need a capacity of 3"),
         (("--prompt-tokens", "1", "--max-new-tokens", "512"), "the model reads at most 512 tokens"),

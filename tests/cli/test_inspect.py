@@ -13,6 +13,14 @@ def test_sizes_are_the_file_s(tiny):
             **dict.fromkeys(("int8", "fp8_e4m3", "fp8_e5m2"), 2 * 3 * 2 * (8 + 4)),
             "int4": 2 * 3 * 2 * (8 // 2 + 2 * 4),
         },
+        "cache_groups": [
+            {
+                "layers": 3,
+                "window": None,
+                "bytes_per_token": 2 * 3 * 2 * 8 * 4,
+                "bytes_at_max_length": {"dense": 512 * 2 * 3 * 2 * 8 * 4},
+            }
+        ],
     }
     assert shown["file"]["format"] == "hf"
     assert set(shown["file"]["tensor_types"]) == {"F32"}
@@ -23,6 +31,8 @@ def test_windows_are_shown(run_jkv, tiny):
     shown = run_jkv("inspect", tiny.parent / "mistral_sliding")
     assert "windows                 16\n" in shown
     assert "windowed layers         3\n" in shown
+    token = 2 * 3 * 2 * 8 * 4
+    assert f"bytes_at_max_length dense {512 * token:,}, window {(16 + 1) * token:,}\n" in shown
 
 
 def test_json_is_what_the_function_returns(run_json, tiny):

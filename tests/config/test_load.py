@@ -59,8 +59,8 @@ def test_a_base_is_merged_key_by_key(tmp_path):
 
 def test_names_are_looked_up_beside_the_file_first(tmp_path):
     (tmp_path / "caches").mkdir()
-    (tmp_path / "caches" / "dense-f32.yaml").write_text("{layout: dense, page_size: 4}\n")
-    assert load_config(make_config(tmp_path, cache="dense-f32")).cache.page_size == 4
+    (tmp_path / "caches" / "dense.yaml").write_text("{layout: dense, page_size: 4}\n")
+    assert load_config(make_config(tmp_path, cache="dense")).cache.page_size == 4
 
 
 def test_names_are_looked_up_in_the_current_folder(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_every_error_of_every_file_is_told_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("section", "text", "message"),
     [
-        ("cache", "{layout: paged}", 'cache.layout: must be "dense", got "paged"'),
+        ("cache", "{layout: ring}", 'cache.layout: must be "dense" or "window", got "ring"'),
         ("cache", "{layout: dense, page_size: '8'}", 'cache.page_size: must be an integer, got "8"'),
         ("cache", "{layout: dense, page_size: 8.0}", "cache.page_size: must be an integer, got 8.0"),
         ("cache", "{layout: dense, page_size: true}", "cache.page_size: must be an integer, got true"),
@@ -176,9 +176,9 @@ def test_missing_and_unknown_sections_are_told(tmp_path):
 
 
 def test_a_missing_name_is_told_with_the_nearest(tmp_path):
-    file = make_config(tmp_path, cache="dense-f23")
+    file = make_config(tmp_path, cache="dense-bf61")
     wanted = (
-        f'{file}:2: cache: must name a file in configs/caches, got "dense-f23" (did you mean "dense-f32"?)'
+        f'{file}:2: cache: must name a file in configs/caches, got "dense-bf61" (did you mean "dense-bf16"?)'
     )
     assert messages(file) == [wanted]
     assert 'did you mean "smollm2-cpu"?' in messages("smollm-cpu")[0]

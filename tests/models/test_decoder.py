@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jkv.cache.cache import Cache
-from jkv.models.decoder import Decoder, cache_spec
+from jkv.models.decoder import Decoder, cache_places, cache_spec
 from jkv.models.step import split_model
 
 from ..compare import assert_close
@@ -78,6 +78,15 @@ def run_layers(model: Decoder) -> jax.Array:
     return x
 
 
-def test_a_cache_has_the_models_layers_and_heads():
-    (group,) = cache_spec(CONFIG, page_size=4, codec="bf16").groups
-    assert (group.num_layers, group.num_kv_heads, group.head_dim, group.codec) == (2, 1, 8, "bf16")
+def test_layers_of_one_window_share_a_cache_group():
+    config = make_config(num_layers=5, windows=(4, None, 4, 8, None))
+    assert cache_places(config) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
+    spec = cache_spec(config, page_size=4, codec="int8", value_codec="int4", window_codec="bf16", max_chunk=2)
+    shown = [(group.num_layers, group.window, group.codec, group.value_codec) for group in spec.groups]
+    assert shown == [(2, 4, "bf16", None), (2, None, "int8", "int4"), (1, 8, "bf16", None)]
+    assert {(group.num_kv_heads, group.head_dim) for group in spec.groups} == {(1, 8)}
+    assert [spec.pages_for(100, group) for group in range(3)] == [2, 25, 3]
+
+
+def test_a_cache_without_a_longest_step_keeps_every_token():
+    assert [group.window for group in cache_spec(CONFIG, page_size=4).groups] == [None, None]

@@ -1,5 +1,6 @@
 """Public reference outputs, reproduced whole, in chunks, step by step, and by both forms of generation."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from jkv.cache.cache import Cache
-from jkv.decode.generate import Decoding, Stream, generate
+from jkv.decode.generate import Decoding, Stream, begin, generate
+from jkv.decode.loop import decode
 from jkv.models.decoder import cache_spec
 from jkv.models.load import LanguageModel, load_model
 
@@ -85,6 +87,17 @@ def test_logits_without_a_cache_equal_the_reference(golden: Golden):
 def test_greedy_tokens_equal_the_reference(golden: Golden):
     generations = generate(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
     assert [list(row.tokens) for row in generations] == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
+
+
+@pytest.mark.parametrize("golden", ["mistral_sliding"], indirect=True)
+def test_a_window_keeps_all_that_its_layers_see(golden: Golden):
+    spec = cache_spec(golden.model.config, page_size=4, max_chunk=8)
+    decoding = replace(make_decoding(golden.model, buckets=(8,)), spec=spec)
+    state = begin(decoding, golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    # 16 tokens of the window and 8 of a step, of 55.
+    assert state.cache.pools[0].page_table.shape == (2, 6)
+    state = decode(decoding.step, decoding.weights, state, NUM_NEW_TOKENS)
+    assert state.new_tokens.tolist() == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
 def test_streamed_tokens_equal_the_reference(golden: Golden):
