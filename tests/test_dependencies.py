@@ -22,12 +22,14 @@ def make_packages(folder: Path, module: str, line: str) -> None:
     """Lay out packages that keep every contract but for one line in one module."""
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     cache = ("__init__", "allocator", "codec", "spec")
+    plan = ("__init__", "capacity", "decoder", "lengths")
     files = (
         "axes.py",
         "ops.py",
         "sharding.py",
         "config/__init__.py",
         *(f"cache/{name}.py" for name in cache),
+        *(f"plan/{name}.py" for name in plan),
     )
     for file in ("kernels_pallas/__init__.py", "jkv/__init__.py", *(f"jkv/{name}" for name in files)):
         path = folder / file
@@ -74,7 +76,10 @@ def test_packages_without_a_violation_pass(tmp_path):
     assert lint(tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["jkv", "jkv.axes", "jkv.config", "jkv.cache.allocator", "jkv.cache.spec"])
+@pytest.mark.parametrize(
+    "module",
+    ["jkv", "jkv.axes", "jkv.config", "jkv.cache.allocator", "jkv.cache.spec", "jkv.plan.capacity"],
+)
 def test_what_plans_without_a_device_imports_no_jax(module):
     code = f"import sys, {module}; sys.exit(sorted({{'jax', 'jaxlib', 'flax'}} & set(sys.modules)) or 0)"
     subprocess.run([sys.executable, "-c", code], check=True)

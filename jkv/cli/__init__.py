@@ -20,6 +20,7 @@ VERBS = {
     "inspect": "show a checkpoint's architecture, sizes and bytes",
     "bench": "measure prefill and decode",
     "tokenize": "show a text's tokens",
+    "plan": "show what a cache costs and how many sequences fit",
     "check": "print a resolved configuration and what follows from it",
 }
 _LESS = "lower the batch, the tokens or --capacity, or store the cache smaller with --codec"

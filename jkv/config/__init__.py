@@ -14,6 +14,7 @@ from jkv.config.sections import (
     ModelSection,
     SamplingSection,
 )
+from jkv.config.sizes import ExpertSizes, LatentSizes, SizesSection
 
 __all__ = [
     "LOGICAL_ARRAYS",
@@ -22,12 +23,15 @@ __all__ = [
     "ConfigError",
     "DecodeConfig",
     "EngineSection",
+    "ExpertSizes",
+    "LatentSizes",
     "MeshRules",
     "MeshSection",
     "ModelSection",
     "Place",
     "Problem",
     "SamplingSection",
+    "SizesSection",
     "config_yaml",
     "load_config",
 ]

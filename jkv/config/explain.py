@@ -5,8 +5,8 @@ Knows pydantic's error types and the schema's key names.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any, get_type_hints
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
@@ -61,7 +61,8 @@ def _keys(kind: str, path: Sequence[str]) -> list[str]:
     """Return the keys that the section's mapping at `path` may have."""
     section: Any = get_type_hints(DecodeConfig)[kind]
     for name in path:
-        section = get_type_hints(section)[name]
+        hint = get_type_hints(section)[name]
+        section = next((part for part in get_args(hint) if is_dataclass(part)), hint)
     return [field.name for field in fields(section)]
 
 

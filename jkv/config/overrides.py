@@ -65,7 +65,11 @@ def read_flags[T](kind: type[T], flags: Sequence[str], *, prog: str, **options: 
     report = io.StringIO()
     try:
         with contextlib.redirect_stderr(report):
-            read: Any = tyro.cli(kind, args=flags, prog=prog, return_unknown_args=True, **options)
+            # A section that may be null is no subcommand.
+            config = (tyro.conf.AvoidSubcommands,)
+            read: Any = tyro.cli(
+                kind, args=flags, prog=prog, return_unknown_args=True, config=config, **options
+            )
     except SystemExit as exit_:
         if not exit_.code:
             raise

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from jkv.config.mesh import MeshSection
 from jkv.config.section import Conflict, Count, Real, Section, Text
+from jkv.config.sizes import SizesSection
 
 CodecName = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
 
@@ -22,11 +23,18 @@ class ModelSection(Section):
         path: a bundled model's name, a GGUF file, a checkpoint folder, or a Hugging Face hub id.
         dtype: activations.
         weights: how weights are stored.
+        sizes: of the model, for planning without its files; null reads them.
     """
 
     path: Text
     dtype: Literal["float32", "bfloat16"] = "float32"
     weights: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    sizes: SizesSection | None = None
+
+    def conflicts(self) -> list[Conflict]:
+        """Those of the sizes."""
+        found = [] if self.sizes is None else self.sizes.conflicts()
+        return [(("sizes", *path), reason) for path, reason in found]
 
 
 @dataclass(frozen=True)

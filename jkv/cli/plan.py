@@ -1,0 +1,315 @@
+"""`jkv plan`: what a model's cache costs on a device, and how many sequences fit.
+
+Knows flags and words; the arithmetic is `jkv.plan`'s.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from jkv.cache.codec import CODECS, PoolLayout
+from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.cli.options import Flag, parse_alone
+from jkv.config import CodecName, MeshSection, ModelSection, SizesSection, load_config
+from jkv.config.compose import bundled_configs
+from jkv.config.errors import did_you_mean
+from jkv.models.weights.locate import is_hub_id
+from jkv.models.weights.model import open_model
+from jkv.plan.capacity import Deployment, choices
+from jkv.plan.decoder import cache_groups, parameters
+from jkv.plan.lengths import LengthMix, one_length, read_mix
+from jkv.plan.model import sizes_of
+
+_PAGE_SIZES = (16, 64, 256)
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Show what a cache costs by cause, and how many sequences fit; needs neither device nor weights.
+
+    Name a model, or --layers, --kv-heads and --head-dim, which count the cache alone.
+    """
+
+    model: str | None = None
+    """Preset of configs/models, bundled model's name, GGUF file or folder; nothing is downloaded."""
+    layers: int | None = None
+    """Layers, without --model."""
+    kv_heads: int | None = None
+    """Key and value heads, without --model."""
+    head_dim: int | None = None
+    """Entries of a head, without --model."""
+    hbm: str | None = None
+    """Memory of a device, as 141GB, 80GiB or 16e9."""
+    reserve: float = 0.1
+    """Share of that memory left to the runtime, its programs and fragmentation of its allocator."""
+    devices: int | None = None
+    """Devices that share heads, MLP and vocabulary."""
+    mesh: str | None = None
+    """Mesh of configs/meshes, in place of --devices."""
+    batch: int | None = None
+    """Sequences; as many as fit if left out."""
+    context: int | None = None
+    """Tokens of every sequence."""
+    context_mix: Path | None = None
+    """File of lengths and their shares, as `8192, 0.25`, one a line."""
+    codec: CodecName = "bf16"
+    """How keys are stored, and values unless --value-codec says otherwise."""
+    value_codec: CodecName | None = None
+    """How values are stored."""
+    page_size: int = 64
+    """Tokens of a page."""
+    layout: PoolLayout = "plain"
+    """Device whose padding counts."""
+    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    """How weights are stored; as the preset says, else bfloat16."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Activations; as the preset says, else bfloat16."""
+    step_tokens: int = 512
+    """New tokens of a step on a device, of prompts' chunks."""
+    json: Flag = False
+    """Print one JSON object."""
+
+
+def run(argv: Sequence[str]) -> None:
+    """Plan as the command line says, and print the plan."""
+    arguments = parse_alone(Arguments, argv, "plan")
+    shown = plan(arguments)
+    print(json.dumps(shown) if arguments.json else describe(shown))
+
+
+def plan(arguments: Arguments) -> dict[str, Any]:
+    """Return what the deployment costs and what fits.
+
+    Raises:
+        ValueError: arguments are missing, exclude or do not fit each other.
+    """
+    deployment = make_deployment(arguments)
+    ways = deployment.mesh.shards("kv_head")
+    hbm = None if arguments.hbm is None else parse_bytes(arguments.hbm)
+    if hbm is None and arguments.batch is None:
+        raise ValueError("--hbm or --batch must be given: the memory to fill, or the sequences to hold")
+    if not 0 <= arguments.reserve < 1:
+        raise ValueError(f"--reserve must be a share from 0 to 1, got {arguments.reserve}")
+    reserve = 0 if hbm is None else int(hbm * Fraction(str(arguments.reserve)))
+    fitting = None if hbm is None else deployment.sequences_in(hbm - reserve)
+    num_sequences = arguments.batch if arguments.batch is not None else fitting or 1
+    memory = deployment.memory(num_sequences)
+    spec = deployment.spec
+    pages = sorted({*_PAGE_SIZES, spec.page_size})
+    dynamic = [name for name, codec in CODECS.items() if codec.scaling != "static"]
+    found = [] if hbm is None else choices(deployment, hbm - reserve, dynamic, pages)
+    sizes = deployment.sizes
+    return {
+        "model": arguments.model,
+        "parameters": sizes and sum(part.num_parameters() for part in parameters(sizes)),
+        "devices": dict(deployment.mesh.axes),
+        "lengths": [{"tokens": length, "share": float(share)} for length, share in deployment.mix.shares],
+        "codec": arguments.codec,
+        "value_codec": arguments.value_codec or arguments.codec,
+        "page_size": spec.page_size,
+        "layout": spec.layout,
+        "bytes_per_token": spec.bytes_per_token,
+        "device_bytes_per_token": spec.split_heads(ways).bytes_per_token,
+        "num_sequences": num_sequences,
+        "pool_bytes": memory.cache + memory.rounding + memory.padding,
+        "memory": asdict(memory),
+        "total": memory.total,
+        "hbm": hbm,
+        "reserve": reserve,
+        "free": hbm and hbm - reserve - memory.total,
+        "fits": fitting,
+        "choices": [asdict(choice) for choice in found],
+    }
+
+
+def make_deployment(arguments: Arguments) -> Deployment:
+    """Return the deployment that the arguments name.
+
+    Raises:
+        ValueError: as `plan`.
+    """
+    mix = _mix(arguments)
+    for name in ("batch", "devices", "step_tokens", "layers", "kv_heads", "head_dim"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    model = _model(arguments)
+    sizes = model and model.sizes
+    if sizes is not None and mix.longest > sizes.max_length:
+        raise ValueError(
+            f"the model reads at most {sizes.max_length:,} tokens, got {mix.longest:,}; shorten the context"
+        )
+    mesh = _mesh(arguments)
+    if sizes is not None:
+        _check_divides(sizes, mesh)
+    return Deployment(
+        spec=CacheSpec.create(
+            _groups(arguments, sizes), page_size=arguments.page_size, layout=arguments.layout
+        ),
+        mix=mix,
+        mesh=mesh,
+        sizes=sizes,
+        weights=arguments.weights or (model.weights if model else "bfloat16"),
+        dtype=arguments.dtype or (model.dtype if model else "bfloat16"),
+        step_tokens=arguments.step_tokens,
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text as `141GB`, `80GiB` or `16e9` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = {unit.lower(): size for unit, size in _UNITS.items()}
+    if not found or found[2].lower() not in units or not Fraction(found[1]):
+        raise ValueError(f"--hbm must be bytes, as 141GB, 80GiB or 16e9, got {text!r}")
+    return int(Fraction(found[1]) * units[found[2].lower()])
+
+
+def presets() -> dict[str, ModelSection]:
+    """Return the bundled models whose sizes are known, by name."""
+    names = sorted(file.stem for file in (bundled_configs() / "models").glob("*.yaml"))
+    models = {name: load_config("smollm2-cpu", ["--model", name]).model for name in names}
+    return {name: model for name, model in models.items() if model.sizes is not None}
+
+
+def _mix(arguments: Arguments) -> LengthMix:
+    if (arguments.context is None) == (arguments.context_mix is None):
+        raise ValueError("exactly one of --context and --context-mix must be given")
+    if arguments.context_mix is not None:
+        return read_mix(arguments.context_mix)
+    assert arguments.context is not None
+    if arguments.context < 1:
+        raise ValueError(f"--context must be at least 1, got {arguments.context}")
+    return one_length(arguments.context)
+
+
+def _model(arguments: Arguments) -> ModelSection | None:
+    """Return the named model with its sizes; None where only those of the cache are given."""
+    bare = (arguments.layers, arguments.kv_heads, arguments.head_dim)
+    if arguments.model is None:
+        if None in bare:
+            raise ValueError("--model must be given, or all of --layers, --kv-heads and --head-dim")
+        return None
+    if any(value is not None for value in bare):
+        raise ValueError("--model names the sizes; drop --layers, --kv-heads and --head-dim")
+    known = presets()
+    by_path = {model.path: model for model in known.values()}
+    if found := known.get(arguments.model) or by_path.get(arguments.model):
+        return found
+    if is_hub_id(arguments.model):
+        raise ValueError(
+            f"--model must lie on this machine or be one of {', '.join(known)}, got {arguments.model!r}, "
+            "which is on the hub; give its downloaded folder"
+        )
+    if not Path(arguments.model).expanduser().exists():
+        hint = did_you_mean(arguments.model, known) or f"; presets: {', '.join(known)}"
+        raise ValueError(f"--model must be a preset or an existing path, got {arguments.model!r}{hint}")
+    sizes = sizes_of(open_model(arguments.model).config)
+    return ModelSection(arguments.model, "bfloat16", "bfloat16", sizes)
+
+
+def _groups(arguments: Arguments, sizes: SizesSection | None) -> list[CacheGroup]:
+    if sizes is not None:
+        return cache_groups(sizes, arguments.codec, arguments.value_codec)
+    assert arguments.layers is not None
+    assert arguments.kv_heads is not None
+    assert arguments.head_dim is not None
+    shape = (arguments.layers, arguments.kv_heads, arguments.head_dim)
+    return [CacheGroup(*shape, arguments.codec, arguments.value_codec)]
+
+
+def _mesh(arguments: Arguments) -> MeshSection:
+    """Return the named mesh, or one whose devices all split the model."""
+    if arguments.mesh is not None and arguments.devices is not None:
+        raise ValueError("--mesh names the devices; drop --devices")
+    if arguments.mesh is not None:
+        return load_config("smollm2-cpu", ["--mesh", arguments.mesh]).mesh
+    single = load_config("smollm2-cpu").mesh
+    return MeshSection((("data", 1), ("model", arguments.devices or 1)), single.axis_types, single.rules)
+
+
+def _check_divides(sizes: SizesSection, mesh: MeshSection) -> None:
+    """Refuse a mesh that does not divide what it splits."""
+    expert_dim = sizes.experts.mlp_dim if sizes.experts else sizes.mlp_dim
+    counted = {
+        "q_head": (sizes.num_heads, "query heads"),
+        "mlp": (expert_dim, "entries of an MLP"),
+        "embed": (sizes.embed_dim, "entries of the residual stream"),
+        "vocab": (sizes.vocab_size, "token ids"),
+        "expert": (sizes.experts.num_experts if sizes.experts else 0, "experts"),
+    }
+    for axis, (size, what) in counted.items():
+        if size % mesh.shards(axis):
+            raise ValueError(
+                f"{what} must split evenly over devices, got {size} over {mesh.shards(axis)}; "
+                "choose another mesh or fewer devices"
+            )
+
+
+_WORDS = {
+    "weights": "weights",
+    "cache": "cache",
+    "rounding": "page rounding",
+    "padding": "padding",
+    "tables": "tables",
+    "activations": "activations",
+    "logits": "logits",
+    "workspace": "workspace",
+}
+_BUDGET = {"reserve": "reserve", "free": "free", "memory": "hbm"}
+
+
+def describe(shown: dict[str, Any]) -> str:
+    """Return a plan as people read it."""
+    axes = " x ".join(f"{name} {size}" for name, size in shown["devices"].items())
+    codecs = " / ".join(dict.fromkeys((shown["codec"], shown["value_codec"])))
+    lines = []
+    if shown["parameters"]:
+        lines.append(f"model: {shown['model']}, {shown['parameters']:,} parameters")
+    lines += [
+        f"devices: {axes}",
+        f"cache: {shown['bytes_per_token']:,} bytes a token ({codecs}, pages of {shown['page_size']}, "
+        f"{shown['layout']}), {shown['device_bytes_per_token']:,} on a device",
+        f"lengths: {', '.join(f'{part["tokens"]:,} ({part["share"]:.3g})' for part in shown['lengths'])}",
+        "",
+        f"a device with its part of {shown['num_sequences']:,} sequences:",
+        *(_row(_WORDS[name], size) for name, size in shown["memory"].items()),
+        _row("total", shown["total"]),
+    ]
+    if not shown["parameters"]:
+        lines.append("  weights, activations and logits are counted with --model")
+    if shown["hbm"] is not None:
+        lines += [
+            _row("reserve", shown["reserve"]),
+            _row("free", shown["free"]),
+            _row("memory", shown["hbm"]),
+        ]
+        lines += ["", f"sequences that fit: {shown['fits']:,}", *_table(shown["choices"])]
+    return "\n".join(lines)
+
+
+def _row(name: str, size: int) -> str:
+    return f"  {name:16}{size:>20,} bytes{size / 1e9:>10.2f} GB{size / 2**30:>10.2f} GiB"
+
+
+def _table(found: list[dict[str, Any]]) -> list[str]:
+    pages = sorted({choice["page_size"] for choice in found})
+    rows = [f"  {'codec':12}{'bytes/token':>12}" + "".join(f"{f'page {page}':>12}" for page in pages)]
+    for codec in dict.fromkeys(choice["codec"] for choice in found):
+        own = [choice for choice in found if choice["codec"] == codec]
+        sizes = [choice["bytes_per_token"] for choice in own if choice["bytes_per_token"] is not None]
+        cells = ["-" if choice["num_sequences"] is None else f"{choice['num_sequences']:,}" for choice in own]
+        rows.append(f"  {codec:12}{min(sizes, default=0):>12,}" + "".join(f"{cell:>12}" for cell in cells))
+    refusals = dict.fromkeys(choice["refusal"] for choice in found if choice["refusal"])
+    return [*rows, *(f"  - {refusal}" for refusal in refusals)]

@@ -1,0 +1,1 @@
+"""What a deployment needs, worked out before there is one: bytes by cause, and the sequences that fit."""

@@ -1,0 +1,193 @@
+"""The memory of one device of a deployment, by cause, and the sequences that fit.
+
+Every figure is a sum of array sizes; what is counted stands at the function that counts it. Knows no file.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from math import ceil
+
+from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.config import MeshSection, SizesSection
+from jkv.plan.decoder import ITEM_BYTES, Stored, live_width, parameters
+from jkv.plan.lengths import LengthMix
+
+# `kernels_pallas.paged_attention.contract.Tiling`: tokens of one step of the online softmax.
+_BLOCK_TOKENS = 128
+_F32 = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+        weights: the device's part of the parameters.
+        cache: keys and values that queries see, and calibrated scales.
+        rounding: slots of the pages beyond them: a last page's rest, what a window keeps for its next step.
+        padding: what the layout's device adds to pages.
+        tables: page tables, lengths, peaks and counts of refused tokens.
+        activations: the widest live set of a layer, for the tokens of a step.
+        logits: float32, of one token a sequence.
+        workspace: float32 sums and a block of logits and probabilities of attention, and the block's keys and
+            values.
+    """
+
+    weights: int
+    cache: int
+    rounding: int
+    padding: int
+    tables: int
+    activations: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model's cache on a mesh, and the sequences that it is to hold.
+
+    Attributes:
+        spec: the whole model's cache.
+        mix: how long the sequences are.
+        mesh: the devices, and what is split over them.
+        sizes: of the model; None counts the cache alone.
+        weights: how weights are stored.
+        dtype: activations.
+        step_tokens: new tokens of a step on a device; more sequences than that raise it, a token each.
+    """
+
+    spec: CacheSpec
+    mix: LengthMix
+    mesh: MeshSection
+    sizes: SizesSection | None = None
+    weights: Stored = "bfloat16"
+    dtype: str = "bfloat16"
+    step_tokens: int = 512
+
+    def memory(self, num_sequences: int) -> Memory:
+        """Return the memory of the device that holds most of `num_sequences`."""
+        rows = -(-num_sequences // self.mesh.shards("page"))
+        spec = self.spec.split_heads(self.mesh.shards("kv_head"))
+        seen = ceil(rows * self.mix.mean(lambda length: _seen_bytes(spec, length)))
+        pages = ceil(rows * self.mix.mean(replace(spec, layout="plain").bytes_for))
+        padded = ceil(rows * self.mix.mean(spec.bytes_for))
+        weights, activations, logits = self._model_bytes(rows)
+        return Memory(
+            weights=weights,
+            cache=seen + spec.scale_bytes,
+            rounding=pages - seen,
+            padding=padded - pages,
+            tables=spec.table_bytes(rows, self.mix.longest),
+            activations=activations,
+            logits=logits,
+            workspace=self._workspace_bytes(spec, rows),
+        )
+
+    def sequences_in(self, budget: int) -> int:
+        """Return the most sequences whose memory is within `budget` bytes on each device; 0 where none is."""
+        ways = self.mesh.shards("page")
+        low, high = 0, 1
+        while self.memory(high * ways).total <= budget:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.memory(middle * ways).total <= budget else (low, middle)
+        return low * ways
+
+    def with_cache(self, codec: str, page_size: int) -> "Deployment":
+        """Return the deployment with keys and values in another codec and other pages.
+
+        Raises:
+            ValueError: the codec, the page size and the layout do not fit each other.
+        """
+        groups = [replace(group, codec=codec, value_codec=None) for group in self.spec.groups]
+        spec = CacheSpec.create(
+            groups, page_size=page_size, max_chunk=self.spec.max_chunk, layout=self.spec.layout
+        )
+        return replace(self, spec=spec)
+
+    def _tokens(self, rows: int) -> int:
+        """Return the new tokens of the widest step: of a prompt's chunks, or one a sequence."""
+        return max(self.step_tokens, rows)
+
+    def _model_bytes(self, rows: int) -> tuple[int, int, int]:
+        """Return the bytes of weights, activations and logits."""
+        if self.sizes is None:
+            return 0, 0, 0
+        weights = sum(part.num_bytes(self.weights, self.mesh) for part in parameters(self.sizes))
+        width = live_width(self.sizes, self.mesh)
+        logits = rows * -(-self.sizes.vocab_size // self.mesh.shards("vocab")) * _F32
+        return weights, self._tokens(rows) * width * ITEM_BYTES[self.dtype], logits
+
+    def _workspace_bytes(self, spec: CacheSpec, rows: int) -> int:
+        """Return what attention holds beside its operands and result: one layer, one block at a time.
+
+        For each token and query head: an output, a peak, a sum, a block of logits and one of probabilities.
+        For each sequence: the block's keys and values as they are stored, of the widest layer.
+        """
+        block = max(spec.page_size, _BLOCK_TOKENS // spec.page_size * spec.page_size)
+        stored = max(
+            group.page_bytes(spec.page_size) * block // spec.page_size // group.num_layers
+            for group in spec.groups
+        )
+        heads = self.sizes.num_heads // self.mesh.shards("q_head") if self.sizes else 0
+        width = max(group.head_dim for group in spec.groups)
+        return self._tokens(rows) * heads * (width + 2 + 2 * block) * _F32 + rows * stored
+
+
+def _seen_bytes(spec: CacheSpec, length: int) -> Fraction:
+    """Return the bytes of the tokens that a sequence's next query sees, its last page's rest left out."""
+    return sum(
+        (
+            Fraction(group.page_bytes(spec.page_size), spec.page_size) * _seen_tokens(group, length)
+            for group in spec.groups
+        ),
+        Fraction(),
+    )
+
+
+def _seen_tokens(group: CacheGroup, length: int) -> int:
+    return length if group.window is None else min(length, group.window)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to store the cache.
+
+    Attributes:
+        codec: of keys and values.
+        page_size: tokens of a page.
+        bytes_per_token: in all layers, padding left out.
+        num_sequences: that fit.
+        refusal: why there are none such; None where the sizes fit each other.
+    """
+
+    codec: str
+    page_size: int
+    bytes_per_token: int | None
+    num_sequences: int | None
+    refusal: str | None = None
+
+
+def choices(
+    deployment: Deployment, budget: int, codecs: Sequence[str], page_sizes: Sequence[int]
+) -> list[Choice]:
+    """Return what fits in `budget` bytes a device with each codec and page size."""
+    found = []
+    for codec in codecs:
+        for page_size in page_sizes:
+            try:
+                other = deployment.with_cache(codec, page_size)
+            except ValueError as error:
+                found.append(Choice(codec, page_size, None, None, str(error)))
+                continue
+            fitting = other.sequences_in(budget)
+            found.append(Choice(codec, page_size, other.spec.bytes_per_token, fitting))
+    return found

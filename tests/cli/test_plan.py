@@ -1,0 +1,87 @@
+import pytest
+
+from jkv.cli.inspect import inspect
+from jkv.cli.plan import parse_bytes
+
+BARE = ("--layers", "80", "--kv-heads", "8", "--head-dim", "128", "--context", "8192")
+
+
+def test_bare_sizes_give_the_cache_to_the_byte(run_jkv, run_json):
+    argv = ("plan", *BARE, "--batch", "32", "--codec", "bf16")
+    (shown,) = run_json(*argv, "--json")
+    assert shown["pool_bytes"] == 80 * 2**30
+    assert shown["parameters"] is None
+    printed = run_jkv(*argv)
+    assert "85,899,345,920 bytes     85.90 GB     80.00 GiB" in printed
+    assert "counted with --model" in printed
+
+
+def test_a_preset_is_planned_by_name_and_by_hub_id(run_json):
+    argv = ("--hbm", "141GB", "--devices", "2", "--context", "8192", "--json")
+    (shown,) = run_json("plan", "--model", "llama-3.1-70b", *argv)
+    assert shown["parameters"] == 70_553_706_496
+    assert shown["reserve"] == 14_100_000_000
+    assert shown["free"] == 141_000_000_000 - shown["reserve"] - shown["total"] >= 0
+    (chosen,) = [one for one in shown["choices"] if (one["codec"], one["page_size"]) == ("bf16", 64)]
+    assert chosen["num_sequences"] == shown["fits"] == shown["num_sequences"]
+    (by_id,) = run_json("plan", "--model", "meta-llama/Llama-3.1-70B", *argv)
+    assert by_id | {"model": None} == shown | {"model": None}
+
+
+def test_a_model_on_this_machine_is_planned_by_its_header(run_json, tiny):
+    (shown,) = run_json("plan", "--model", tiny, "--batch", "2", "--context", "16", "--json")
+    sizes = inspect(tiny)["sizes"]
+    assert shown["parameters"] == sizes["parameters"]
+    assert shown["bytes_per_token"] == sizes["cache_bytes_per_token"]["bf16"]
+
+
+def test_a_mesh_and_a_mix_are_read_from_files(run_json, tmp_path):
+    mix = tmp_path / "mix.txt"
+    mix.write_text("1000 1\n8192 1\n")
+    argv = ("--mesh", "cpu-2x4", "--batch", "4", "--context-mix", mix, "--json")
+    (shown,) = run_json("plan", "--model", "llama-3.1-8b", *argv)
+    assert shown["devices"] == {"data": 2, "model": 4}
+    # Two of the four sequences, one of each length; the shorter one's last page has 24 tokens of room.
+    assert shown["memory"]["cache"] == (1000 + 8192) * shown["bytes_per_token"] // 4
+    assert shown["memory"]["rounding"] == 24 * shown["bytes_per_token"] // 4
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("141GB", 141 * 10**9), ("80GiB", 80 * 2**30), ("16e9", 16 * 10**9), ("1.5 tb", 1500 * 10**9), ("7", 7)],
+)
+def test_memory_is_read_with_its_unit(text: str, size: int):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((*BARE,), "--hbm or --batch must be given"),
+        ((*BARE, "--hbm", "80 apples"), "--hbm must be bytes, as 141GB, 80GiB or 16e9, got '80 apples'"),
+        ((*BARE, "--hbm", "0GB"), "got '0GB'"),
+        ((*BARE, "--batch", "1", "--model", "qwen3-8b"), "drop --layers"),
+        ((*BARE, "--batch", "1", "--context-mix", "x"), "exactly one of --context and --context-mix"),
+        ((*BARE, "--batch", "0"), "--batch must be at least 1, got 0"),
+        ((*BARE, "--batch", "1", "--mesh", "single", "--devices", "2"), "drop --devices"),
+        ((*BARE, "--batch", "1", "--devices", "3"), "KV heads must split evenly over devices, got 8 over 3"),
+        ((*BARE, "--batch", "1", "--reserve", "1"), "--reserve must be a share from 0 to 1, got 1.0"),
+        (("--layers", "2", "--batch", "1", "--context", "8"), "--model must be given, or all of"),
+        (("--model", "qwen3-7b", "--batch", "1", "--context", "8"), 'did you mean "qwen3-'),
+        (("--model", "a/b", "--batch", "1", "--context", "8"), "which is on the hub"),
+        (("--model", "qwen3-8b", "--batch", "1", "--context", "99999"), "at most 40,960 tokens, got 99,999"),
+        (
+            ("--model", "qwen3-8b", "--batch", "1", "--context", "8", "--devices", "3"),
+            "query heads must split evenly over devices, got 32 over 3",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_sentence(refusal, argv: tuple, message: str):
+    assert message in refusal("plan", *argv)
+
+
+def test_a_wrong_line_of_a_mix_is_named(refusal, tmp_path):
+    mix = tmp_path / "mix.txt"
+    mix.write_text("8192 1\nlong 2\n")
+    said = refusal("plan", "--model", "qwen3-8b", "--batch", "1", "--context-mix", mix)
+    assert f"{mix}:2: must be a length and its share" in said

@@ -1,0 +1,99 @@
+"""The sums of a deployment's bytes, beside sums made another way."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.config import MeshSection, load_config
+from jkv.plan.capacity import Deployment, choices
+from jkv.plan.lengths import LengthMix, one_length
+
+ONE = load_config("smollm2-cpu").mesh
+
+
+def make_spec(page_size: int = 16, **options) -> CacheSpec:
+    group = CacheGroup(80, 8, 128, "bf16", window=options.pop("window", None))
+    return CacheSpec.create([group], page_size=page_size, **options)
+
+
+def make_mesh(data: int, model: int) -> MeshSection:
+    return MeshSection((("data", data), ("model", model)), ONE.axis_types, ONE.rules)
+
+
+def make_deployment(length: int = 8192, mesh: MeshSection = ONE, **options) -> Deployment:
+    sizes = load_config("smollm2-cpu", ["--model", "llama-3.1-70b"]).model.sizes
+    given = {"spec": make_spec(), "mix": one_length(length), "mesh": mesh, "sizes": sizes}
+    return Deployment(**(given | options))
+
+
+def test_the_cache_is_two_b_s_l_h_d_p():
+    memory = make_deployment(sizes=None).memory(32)
+    assert memory.cache == 80 * 2**30
+    assert (memory.weights, memory.rounding, memory.padding, memory.activations, memory.logits) == (0,) * 5
+
+
+def test_a_page_s_rest_is_counted_over_the_mix():
+    mix = LengthMix(((8, Fraction(1, 4)), (33, Fraction(3, 4))))
+    deployment = make_deployment(mix=mix)
+    token = deployment.spec.bytes_per_token
+    memory = deployment.memory(4)
+    assert memory.cache == (8 + 3 * 33) * token
+    assert memory.cache + memory.rounding == (16 + 3 * 48) * token
+
+
+def test_a_window_bounds_what_a_sequence_holds():
+    spec = make_spec(window=100, max_chunk=16)
+    memory = make_deployment(1000, spec=spec).memory(3)
+    assert memory.cache == 3 * 100 * spec.bytes_per_token
+    assert memory.cache + memory.rounding == 3 * 128 * spec.bytes_per_token
+
+
+def test_padding_is_what_the_device_adds():
+    spec = replace(make_spec(layout="tpu"), groups=(CacheGroup(80, 8, 64, "bf16"),))
+    memory = make_deployment(spec=spec).memory(1)
+    assert memory.padding == memory.cache
+
+
+def test_each_figure_is_the_sum_that_it_is_said_to_be():
+    memory = make_deployment(step_tokens=64).memory(100)
+    assert memory.weights == 2 * 70_553_706_496
+    assert memory.logits == 100 * 128256 * 4
+    # A token a sequence is more than the 64 of a chunk.
+    assert memory.activations == 100 * (2 * 8192 + 2 * 28672) * 2
+    block = 100 * 128 * 2 * 8 * 128 * 2
+    assert memory.workspace == 100 * 64 * (128 + 2 + 2 * 128) * 4 + block
+    assert memory.tables == 100 * (512 + 3) * 4
+    assert memory.total == sum(vars(memory).values())
+
+
+def test_devices_share_heads_and_sequences():
+    one, many = make_deployment(), make_deployment(mesh=make_mesh(4, 8))
+    assert many.memory(32).cache * 32 == one.memory(32).cache
+    # The device with the most of 33 sequences has 9.
+    assert many.memory(33).cache * 8 == one.memory(9).cache
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2)])
+def test_one_more_sequence_than_fit_does_not_fit(mesh: tuple[int, int]):
+    deployment, budget = make_deployment(mesh=make_mesh(*mesh)), 100 * 10**9
+    most = deployment.sequences_in(budget)
+    assert most > 0
+    assert deployment.memory(most).total <= budget < deployment.memory(most + 1).total
+
+
+def test_nothing_fits_beside_weights_that_do_not():
+    assert make_deployment().sequences_in(141 * 10**9) == 0
+
+
+def test_choices_say_what_fits_and_what_cannot_be():
+    deployment = make_deployment(mesh=make_mesh(1, 2), spec=make_spec(layout="gpu"))
+    found = choices(deployment, 10**11, ["bf16", "int8"], [12, 16])
+    assert [choice.page_size for choice in found] == [12, 16, 12, 16]
+    refused, fitting, _, smaller = found
+    assert (refused.num_sequences, refused.bytes_per_token) == (None, None)
+    assert "multiple of 8 in the layout 'gpu', got 12" in refused.refusal
+    assert fitting.num_sequences == deployment.sequences_in(10**11)
+    assert smaller.num_sequences == deployment.with_cache("int8", 16).sequences_in(10**11)
+    assert smaller.bytes_per_token < fitting.bytes_per_token
