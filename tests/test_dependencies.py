@@ -22,7 +22,7 @@ def make_packages(folder: Path, module: str, line: str) -> None:
     """Lay out packages that keep every contract but for one line in one module."""
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     cache = ("__init__", "allocator", "codec", "spec")
-    plan = ("__init__", "capacity", "decoder", "lengths")
+    plan = ("__init__", "capacity", "decoder", "lengths", "page")
     files = (
         "axes.py",
         "ops.py",
@@ -78,7 +78,15 @@ def test_packages_without_a_violation_pass(tmp_path):
 
 @pytest.mark.parametrize(
     "module",
-    ["jkv", "jkv.axes", "jkv.config", "jkv.cache.allocator", "jkv.cache.spec", "jkv.plan.capacity"],
+    [
+        "jkv",
+        "jkv.axes",
+        "jkv.config",
+        "jkv.cache.allocator",
+        "jkv.cache.spec",
+        "jkv.plan.capacity",
+        "jkv.plan.page",
+    ],
 )
 def test_what_plans_without_a_device_imports_no_jax(module):
     code = f"import sys, {module}; sys.exit(sorted({{'jax', 'jaxlib', 'flax'}} & set(sys.modules)) or 0)"

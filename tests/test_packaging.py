@@ -46,7 +46,7 @@ def test_the_wheel_carries_the_configurations(tmp_path):
         f"jkv/configs/{file.relative_to(ROOT / 'configs')}" for file in (ROOT / "configs").rglob("*.yaml")
     }
     assert configs <= held
-    assert {"jkv/py.typed", "kernels_pallas/__init__.py"} <= held
+    assert {"jkv/py.typed", "jkv/plan/calculator.html", "kernels_pallas/__init__.py"} <= held
     unpacked = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(unpacked)
     code = "from jkv.config import load_config; print(load_config('smollm2-cpu').model.path)"

@@ -5,9 +5,11 @@ Knows flags and words; the arithmetic is `jkv.plan`'s.
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,7 @@ from jkv.plan.capacity import Deployment, choices
 from jkv.plan.decoder import cache_groups, parameters
 from jkv.plan.lengths import LengthMix, one_length, read_mix
 from jkv.plan.model import sizes_of
+from jkv.plan.page import Settings, page
 
 _PAGE_SIZES = (16, 64, 256)
 _UNITS = {"": 1, "B": 1} | {
@@ -67,23 +70,53 @@ class Arguments:
     """How values are stored."""
     page_size: int = 64
     """Tokens of a page."""
-    layout: PoolLayout = "plain"
+    pool_layout: PoolLayout = "plain"
     """Device whose padding counts."""
     weights: Literal["float32", "bfloat16", "int8", "int4"] | None = None
     """How weights are stored; as the preset says, else bfloat16."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Activations; as the preset says, else bfloat16."""
     step_tokens: int = 512
-    """New tokens of a step on a device, of prompts' chunks."""
+    """New tokens of a step on a device, of prompts' chunks; a window keeps room for them."""
     json: Flag = False
     """Print one JSON object."""
+    html: Path | None = None
+    """File that gets a page with the same arithmetic to play with; may be given alone."""
 
 
 def run(argv: Sequence[str]) -> None:
     """Plan as the command line says, and print the plan."""
     arguments = parse_alone(Arguments, argv, "plan")
+    if arguments.html is not None and arguments == Arguments(html=arguments.html):
+        group = CacheGroup(80, 8, 128, arguments.codec)
+        write_page(arguments.html, Settings(_spec(arguments, [group])))
+        return
     shown = plan(arguments)
     print(json.dumps(shown) if arguments.json else describe(shown))
+    if arguments.html is not None:
+        write_page(arguments.html, make_settings(arguments, shown))
+
+
+def write_page(file: Path, settings: Settings) -> None:
+    """Write the calculator, and say so on standard error."""
+    loaded = {name: load_preset(name).sizes for name in preset_names()}
+    models = {name: sizes for name, sizes in loaded.items() if sizes is not None}
+    file.write_text(page(models, settings), encoding="utf-8")
+    print(f"wrote {file}", file=sys.stderr)
+
+
+def make_settings(arguments: Arguments, shown: dict[str, Any]) -> Settings:
+    """Return what the page shows first: one device's part of the plan, all sequences of the mean length."""
+    deployment = make_deployment(arguments)
+    mesh = deployment.mesh
+    memory = shown["hbm"] or 141 * 10**9
+    return Settings(
+        spec=deployment.spec.split_heads(mesh.shards("kv_head")),
+        num_sequences=-(-shown["num_sequences"] // mesh.shards("page")),
+        num_tokens=ceil(deployment.mix.mean(lambda length: length)),
+        memory=memory,
+        taken=shown["reserve"] + shown["total"] - shown["pool_bytes"],
+    )
 
 
 def plan(arguments: Arguments) -> dict[str, Any]:
@@ -151,9 +184,7 @@ def make_deployment(arguments: Arguments) -> Deployment:
     if sizes is not None:
         _check_divides(sizes, mesh)
     return Deployment(
-        spec=CacheSpec.create(
-            _groups(arguments, sizes), page_size=arguments.page_size, layout=arguments.layout
-        ),
+        spec=_spec(arguments, _groups(arguments, sizes)),
         mix=mix,
         mesh=mesh,
         sizes=sizes,
@@ -176,11 +207,21 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(found[1]) * units[found[2].lower()])
 
 
-def presets() -> dict[str, ModelSection]:
-    """Return the bundled models whose sizes are known, by name."""
-    names = sorted(file.stem for file in (bundled_configs() / "models").glob("*.yaml"))
-    models = {name: load_config("smollm2-cpu", ["--model", name]).model for name in names}
-    return {name: model for name, model in models.items() if model.sizes is not None}
+def preset_names() -> list[str]:
+    """Return the names of the bundled models."""
+    return sorted(file.stem for file in (bundled_configs() / "models").glob("*.yaml"))
+
+
+def load_preset(name: str) -> ModelSection:
+    """Return a bundled model by its name.
+
+    Raises:
+        ValueError: a file of the same name in the working folder hides it and has no sizes.
+    """
+    model = load_config("smollm2-cpu", ["--model", name]).model
+    if model.sizes is None:
+        raise ValueError(f"configs/models/{name}.yaml must have sizes to be planned; add them")
+    return model
 
 
 def _mix(arguments: Arguments) -> LengthMix:
@@ -203,20 +244,28 @@ def _model(arguments: Arguments) -> ModelSection | None:
         return None
     if any(value is not None for value in bare):
         raise ValueError("--model names the sizes; drop --layers, --kv-heads and --head-dim")
-    known = presets()
-    by_path = {model.path: model for model in known.values()}
-    if found := known.get(arguments.model) or by_path.get(arguments.model):
-        return found
+    names = preset_names()
+    if arguments.model in names:
+        return load_preset(arguments.model)
     if is_hub_id(arguments.model):
-        raise ValueError(
-            f"--model must lie on this machine or be one of {', '.join(known)}, got {arguments.model!r}, "
-            "which is on the hub; give its downloaded folder"
-        )
+        return _preset_of(arguments.model, names)
     if not Path(arguments.model).expanduser().exists():
-        hint = did_you_mean(arguments.model, known) or f"; presets: {', '.join(known)}"
+        hint = did_you_mean(arguments.model, names) or f"; presets: {', '.join(names)}"
         raise ValueError(f"--model must be a preset or an existing path, got {arguments.model!r}{hint}")
     sizes = sizes_of(open_model(arguments.model).config)
     return ModelSection(arguments.model, "bfloat16", "bfloat16", sizes)
+
+
+def _preset_of(hub_id: str, names: Sequence[str]) -> ModelSection:
+    """Return the preset of a model on the hub, from which nothing is downloaded."""
+    models = [load_preset(name) for name in names]
+    found = next((model for model in models if model.path == hub_id), None)
+    if found is None:
+        raise ValueError(
+            f"--model must lie on this machine or be one of {', '.join(names)}, got {hub_id!r}, "
+            "which is on the hub; give its downloaded folder"
+        )
+    return found
 
 
 def _groups(arguments: Arguments, sizes: SizesSection | None) -> list[CacheGroup]:
@@ -227,6 +276,16 @@ def _groups(arguments: Arguments, sizes: SizesSection | None) -> list[CacheGroup
     assert arguments.head_dim is not None
     shape = (arguments.layers, arguments.kv_heads, arguments.head_dim)
     return [CacheGroup(*shape, arguments.codec, arguments.value_codec)]
+
+
+def _spec(arguments: Arguments, groups: Sequence[CacheGroup]) -> CacheSpec:
+    """Return the cache; all tokens of a step may be of one sequence, and its windows keep room for them."""
+    return CacheSpec.create(
+        groups,
+        page_size=arguments.page_size,
+        max_chunk=arguments.step_tokens,
+        layout=arguments.pool_layout,
+    )
 
 
 def _mesh(arguments: Arguments) -> MeshSection:

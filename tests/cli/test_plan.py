@@ -24,8 +24,18 @@ def test_a_preset_is_planned_by_name_and_by_hub_id(run_json):
     assert shown["free"] == 141_000_000_000 - shown["reserve"] - shown["total"] >= 0
     (chosen,) = [one for one in shown["choices"] if (one["codec"], one["page_size"]) == ("bf16", 64)]
     assert chosen["num_sequences"] == shown["fits"] == shown["num_sequences"]
+    argv = ("--batch", shown["num_sequences"], *argv[2:])
     (by_id,) = run_json("plan", "--model", "meta-llama/Llama-3.1-70B", *argv)
-    assert by_id | {"model": None} == shown | {"model": None}
+    assert by_id["memory"] == shown["memory"]
+
+
+def test_the_page_is_written_alone_and_beside_a_plan(run_jkv, tmp_path):
+    file = tmp_path / "plan.html"
+    assert run_jkv("plan", "--html", file) == ""
+    assert '"initial": {"b": 32, "s": 8192, "page": 64' in file.read_text()
+    argv = ("--model", "qwen3-8b", "--batch", "5", "--context", "100", "--html", file)
+    assert "8,190,735,360 parameters" in run_jkv("plan", *argv)
+    assert '"initial": {"b": 5, "s": 100, "page": 64' in file.read_text()
 
 
 def test_a_model_on_this_machine_is_planned_by_its_header(run_json, tiny):
@@ -78,6 +88,14 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(refusal, argv: tuple, message: str):
     assert message in refusal("plan", *argv)
+
+
+def test_a_preset_that_is_hidden_by_a_file_without_sizes_is_refused(refusal, tmp_path, monkeypatch):
+    (tmp_path / "configs" / "models").mkdir(parents=True)
+    (tmp_path / "configs" / "models" / "qwen3-8b.yaml").write_text("path: x\n")
+    monkeypatch.chdir(tmp_path)
+    said = refusal("plan", "--model", "qwen3-8b", "--batch", "1", "--context", "8")
+    assert "configs/models/qwen3-8b.yaml must have sizes" in said
 
 
 def test_a_wrong_line_of_a_mix_is_named(refusal, tmp_path):

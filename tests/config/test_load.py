@@ -305,3 +305,24 @@ def test_problems_are_values(tmp_path):
         load_config(make_config(tmp_path, cache="{}"))
     problem = caught.value.problems[0]
     assert (problem.place.line, problem.key) == (2, "cache.layout")
+
+
+def test_a_key_inside_sizes_is_named_with_its_line(tmp_path):
+    sizes = "sizes:\n  num_layers: 2\n  experts:\n    num_expert: 2\n    num_active: 1\n    mlp_dim: 3\n"
+    (tmp_path / "toy.yaml").write_text(f"path: toy\n{sizes}")
+    said = messages(make_config(tmp_path, model="toy.yaml"))
+    assert f"{tmp_path}/toy.yaml:2: model.sizes.embed_dim: is missing; add it" in said
+    (expert,) = [line for line in said if "num_expert:" in line]
+    assert expert == (
+        f"{tmp_path}/toy.yaml:5: model.sizes.experts.num_expert: is not a known key "
+        '(did you mean "num_experts"?)'
+    )
+
+
+def test_sizes_that_contradict_each_other_are_refused():
+    sizes = ["--model.sizes.num-kv-heads", "3", "--model.sizes.num-global-layers", "99"]
+    assert messages("smollm2-cpu", "--model", "gemma-3-4b", *sizes) == [
+        "command line: model.sizes.num_kv_heads: must divide num_heads, got 3 and 8",
+        "command line: model.sizes.num_global_layers: must be at most num_layers, beside a window, "
+        "got 99 of 34, window 1024",
+    ]

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jkv.config import MeshSection, SizesSection, load_config
+from jkv.config.compose import bundled_configs
 from jkv.layers.quantized import quantize
 from jkv.models.decoder import Decoder
 from jkv.models.load import abstract_decoder, parameter_targets
@@ -54,6 +55,10 @@ def split(ways: int) -> MeshSection:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_the_published_parameters(name: str):
     assert sum(part.num_parameters() for part in parameters(preset(name))) == PUBLISHED[name]
+
+
+def test_every_bundled_model_has_a_published_count():
+    assert {file.stem for file in (bundled_configs() / "models").glob("*.yaml")} == set(PUBLISHED)
 
 
 @pytest.mark.model
