@@ -1,4 +1,4 @@
-"""The reader of safetensors files, memory-mapped: one file, or a folder of shards.
+"""Safetensors files: the reader, memory-mapped, of one file or a folder of shards; and the writer of one.
 
 Knows the format alone: 8 bytes of length, a JSON header, the data. No dtype of it needs another package.
 """
@@ -56,6 +56,31 @@ def open_safetensors(path: Path) -> "SafetensorsSource":
     raise ValueError(f"{path} must hold {_INDEX} or {_SINGLE}, got neither; the download may not be complete")
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that a file keeps beside its tensors.
+
+    Raises:
+        ValueError: the file's header is cut or damaged.
+    """
+    return _read_header(path)[0]
+
+
+def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Write arrays and texts as one file."""
+    encodings = {dtype: encoding for encoding, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        encoding = encodings[array.dtype]
+        header[name] = {"dtype": encoding, "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    # The format has the data begin at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    data = b"".join(array.tobytes() for array in arrays.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 def _indexed_shards(folder: Path) -> dict[Path, set[str] | None]:
     """Return each shard with the tensors that the index gives to other shards."""
     places = read_json_object(folder / _INDEX).get("weight_map")
@@ -102,7 +127,7 @@ class SafetensorsSource:
 
 
 def _map_file(path: Path) -> dict[str, tuple[TensorInfo, np.ndarray]]:
-    header, start = _read_header(path)
+    _, header, start = _read_header(path)
     # A plain array over the map: a memmap's own slicing is ten times slower.
     data = np.asarray(np.memmap(path, np.uint8, "r"))[start:]
     mapped, end = {}, 0
@@ -122,8 +147,8 @@ def _map_file(path: Path) -> dict[str, tuple[TensorInfo, np.ndarray]]:
     return mapped
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the tensors' entries, each with known keys, and where the data starts."""
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Any], int]:
+    """Return the file's texts, the tensors' entries, each with known keys, and where the data starts."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -132,14 +157,14 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         text = file.read(length)
     try:
         header = json.loads(text)
-        header.pop("__metadata__", None)
+        metadata = dict(header.pop("__metadata__", None) or {})
         unknown = sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys())
         is_sound = all(map(_is_sound, header.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} must have a safetensors header, got {error!r}") from error
     if unknown or not is_sound:
         raise ValueError(f"{path} must have tensors of {sorted(_DTYPES)}, got {unknown or 'damaged entries'}")
-    return header, 8 + length
+    return metadata, header, 8 + length
 
 
 def _is_sound(entry: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jkv.models.weights.safetensors import open_safetensors
+from jkv.models.weights.safetensors import open_safetensors, read_metadata, write_safetensors
 from jkv.models.weights.source import fingerprint
 
 from .checkpoints import GOLDEN, GOLDEN_NAMES, make_normal, read_golden
@@ -87,6 +87,15 @@ def test_a_tensor_may_begin_at_an_odd_byte(tmp_path: Path):
     source = open_safetensors(write_raw(tmp_path / "x.safetensors", header, data))
     np.testing.assert_array_equal(source.read("b"), TENSORS["b"])
     assert set(source.tensors) == {"u", "b"}
+
+
+def test_what_is_written_is_read_by_the_package(tmp_path: Path):
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, TENSORS, {"who": "jkv"})
+    with safetensors.safe_open(path, "np") as opened:
+        assert opened.metadata() == read_metadata(path) == {"who": "jkv"}
+        for name, array in TENSORS.items():
+            np.testing.assert_array_equal(opened.get_tensor(name), array)
 
 
 def test_shards_are_read_as_one_checkpoint(tmp_path: Path):
