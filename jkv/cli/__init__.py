@@ -19,6 +19,7 @@ VERBS = {
     "score": "give the log-probability of a text",
     "inspect": "show a checkpoint's architecture, sizes and bytes",
     "bench": "measure prefill and decode",
+    "calibrate": "measure the scales of the static codecs on a text",
     "tokenize": "show a text's tokens",
     "plan": "show what a cache costs and how many sequences fit",
     "check": "print a resolved configuration and what follows from it",

@@ -4,6 +4,7 @@ Knows flags; what a value may be is the configuration's to check.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ _KEYS = {
     "codec": "cache.codec",
     "value_codec": "cache.value-codec",
     "window_codec": "cache.window-codec",
+    "scales": "cache.scales",
     "attention": "engine.attention",
 }
 
@@ -59,6 +61,8 @@ class ModelOptions:
     """How values are stored."""
     window_codec: CodecName | None = None
     """How layers with a sliding window store keys and values."""
+    scales: Path | None = None
+    """File of `jkv calibrate` for codecs whose names end in _static."""
     attention: Literal["auto", "reference", "xla"] | None = None
     """Implementation of attention."""
 
@@ -117,6 +121,12 @@ def read_text(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be UTF-8 text, got other bytes at {error.start}") from error
+
+
+def check_output(flag: str, file: Path) -> None:
+    """Refuse a place that no file can be written to."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{flag} must be a file that can be written, got {file}; make its folder first")
 
 
 def find_tokenizer(location: ModelLocation) -> Tokenizer | None:

@@ -5,7 +5,6 @@ Knows files of text and tokens; jkv.decode.score does the work.
 
 import itertools
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -17,8 +16,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jkv.cli.fits import check_tokens
-from jkv.cli.options import Flag, ModelOptions, parse, read_text, resolve, show_progress
-from jkv.config import CodecName
+from jkv.cli.options import Flag, ModelOptions, check_output, parse, read_text, resolve, show_progress
+from jkv.config import UncalibratedCodec
 from jkv.decode.compare import Comparison, compare
 from jkv.decode.configured import load_configured, make_decoding
 from jkv.decode.score import Score, score
@@ -44,7 +43,7 @@ class Arguments(ModelOptions):
     """Tokens of a step; the result does not depend on it."""
     logits: Path | None = None
     """.npz file that gets a float32 array `logits [batch, time, vocab]`."""
-    compare: CodecName | None = None
+    compare: UncalibratedCodec | None = None
     """Codec of a second cache, taken for right, that the configured one is compared with."""
     json: Flag = False
     """Print one JSON object."""
@@ -55,7 +54,7 @@ def run(argv: Sequence[str]) -> None:
     arguments, overrides = parse(Arguments, argv, "score")
     config = resolve(arguments, overrides)
     if arguments.logits is not None:
-        _check_output(arguments.logits)
+        check_output("--logits", arguments.logits)
     tokens = read_tokens(arguments, config.model.path)
     check_tokens(
         config,
@@ -72,7 +71,9 @@ def run(argv: Sequence[str]) -> None:
         show("scoring")
         decoding = make_decoding(config, model, max_chunk=arguments.chunk)
         if arguments.compare is not None:
-            cache = replace(config.cache, codec=arguments.compare, value_codec=None, window_codec=None)
+            cache = replace(
+                config.cache, codec=arguments.compare, value_codec=None, window_codec=None, scales=None
+            )
             base = make_decoding(replace(config, cache=cache), model, max_chunk=arguments.chunk)
             comparison = compare(base, decoding, tokens, chunk=arguments.chunk)
             shown = describe(comparison, base.spec.bytes_per_token, decoding.spec.bytes_per_token)
@@ -151,11 +152,6 @@ def _read_array(path: Path) -> Int[np.ndarray, "batch time"]:
             f"'tokens' in {path} must be integers [batch, time], got {tokens.dtype}{list(tokens.shape)}"
         )
     return tokens
-
-
-def _check_output(file: Path) -> None:
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"--logits must be a file that can be written, got {file}; make its folder first")
 
 
 def _json(tokens: Int[np.ndarray, "batch time"], result: Score) -> str:

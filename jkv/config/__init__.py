@@ -13,6 +13,7 @@ from jkv.config.sections import (
     EngineSection,
     ModelSection,
     SamplingSection,
+    UncalibratedCodec,
 )
 from jkv.config.sizes import ExpertSizes, LatentSizes, SizesSection
 
@@ -32,6 +33,7 @@ __all__ = [
     "Problem",
     "SamplingSection",
     "SizesSection",
+    "UncalibratedCodec",
     "config_yaml",
     "load_config",
 ]

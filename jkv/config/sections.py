@@ -4,7 +4,7 @@ Knows what each value may be; reads no file and imports no JAX.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -12,7 +12,9 @@ from jkv.config.mesh import MeshSection
 from jkv.config.section import Conflict, Count, Real, Section, Text
 from jkv.config.sizes import SizesSection
 
-CodecName = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
+UncalibratedCodec = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
+CalibratedCodec = Literal["int8_static", "fp8_e4m3_static", "fp8_e5m2_static"]
+CodecName = Literal[UncalibratedCodec, CalibratedCodec]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class CacheSection(Section):
         codec: how keys are stored, and values unless they have a codec of their own.
         value_codec: how values are stored; null is as keys.
         window_codec: how layers with a window store keys and values; null is as the other layers.
+        scales: file of calibrated scales, which the static codecs need.
     """
 
     layout: Literal["dense", "window"]
@@ -56,6 +59,19 @@ class CacheSection(Section):
     codec: CodecName = "f32"
     value_codec: CodecName | None = None
     window_codec: CodecName | None = None
+    scales: Text | None = None
+
+    def conflicts(self) -> list[Conflict]:
+        """There are scales where a codec needs them, and nowhere else."""
+        codecs = [codec for codec in (self.codec, self.value_codec, self.window_codec) if codec is not None]
+        needs_scales = not set(codecs).isdisjoint(get_args(CalibratedCodec))
+        if needs_scales and self.scales is None:
+            reason = f"must name a file for {', '.join(codecs)}, got none"
+            return [(("scales",), f"{reason}; jkv calibrate writes it")]
+        if not needs_scales and self.scales is not None:
+            reason = f"must be left out for {', '.join(codecs)}"
+            return [(("scales",), f'{reason}, got "{self.scales}"; it is for codecs that end in _static')]
+        return []
 
 
 @dataclass(frozen=True)

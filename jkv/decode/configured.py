@@ -5,19 +5,23 @@ Knows what the sections mean; the parts know nothing of configurations.
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from jkv.cache.cache import Scales
 from jkv.cache.spec import CacheSpec
 from jkv.config import CacheSection, DecodeConfig, MeshSection
 from jkv.decode.generate import Decoding
 from jkv.decode.params import SamplingParams
+from jkv.decode.scales import read_scales
 from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
 from jkv.models.load import LanguageModel, load_model
 from jkv.models.tokenizer import Tokenizer
+from jkv.models.weights.model import open_model
 from jkv.sharding import Sharding
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -27,8 +31,10 @@ def load_configured(config: DecodeConfig) -> LanguageModel:
     """Load the configured model onto the configured mesh.
 
     Raises:
-        ValueError: as `load_model`, or the machine has fewer devices than the mesh.
+        ValueError: as `load_model`, the machine has fewer devices than the mesh, or the configured scales are
+            not this model's.
     """
+    configured_scales(config)  # what is wrong with them is said before the weights are read
     weights = config.model.weights
     codec = weights if weights in ("int8", "int4") else None
     return load_model(
@@ -69,7 +75,21 @@ def make_decoding(
         capacity=None if cache.capacity == "auto" else cache.capacity,
         buckets=engine.prefill_buckets,
         sharding=make_sharding(config.mesh),
+        scales=configured_scales(config),
     )
+
+
+def configured_scales(config: DecodeConfig) -> Scales | None:
+    """Return the calibrated scales that the configuration names, if any.
+
+    Raises:
+        ValueError: they were measured on another model or for another cache, or the file is damaged.
+    """
+    if config.cache.scales is None:
+        return None
+    stored = open_model(config.model.path)
+    spec = configured_spec(config, stored.config)
+    return read_scales(Path(config.cache.scales), spec, model=stored.fingerprint())
 
 
 def configured_spec(config: DecodeConfig, model: ModelConfig, *, max_chunk: int | None = None) -> CacheSpec:

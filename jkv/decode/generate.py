@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.cache.cache import Cache
+from jkv.cache.cache import Cache, Scales
 from jkv.cache.spec import CacheSpec
 from jkv.decode.batch import DEFAULT_BUCKETS, Prompts, chunks, read_prompts, round_capacity
 from jkv.decode.loop import FINISH_REASONS, NOT_FINITE, RUNNING, STOP, DecodeState, decode, prefill, start
@@ -40,6 +40,7 @@ class Decoding:
         capacity: tokens that a sequence may hold; None is the least that serves each call.
         buckets: widths of prefill steps.
         sharding: where the cache lives; None is one device.
+        scales: for each cache group those of keys and values, where their codec is static.
     """
 
     step: StepFunction
@@ -50,6 +51,7 @@ class Decoding:
     capacity: int | None = None
     buckets: tuple[int, ...] = DEFAULT_BUCKETS
     sharding: Sharding | None = None
+    scales: Scales | None = None
 
     def check(self) -> None:
         """Raise ValueError for the first size or id that cannot be decoded with."""
@@ -259,7 +261,11 @@ def make_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tok
             f"got {capacity}; shorten them or raise the capacity"
         )
     return Cache.dense(
-        decoding.spec, num_sequences=len(prompts), capacity=capacity, sharding=decoding.sharding
+        decoding.spec,
+        num_sequences=len(prompts),
+        capacity=capacity,
+        scales=decoding.scales,
+        sharding=decoding.sharding,
     )
 
 

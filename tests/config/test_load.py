@@ -104,6 +104,16 @@ def test_every_error_of_every_file_is_told_at_once(tmp_path):
         ("cache", "{layout: dense, page_size: true}", "cache.page_size: must be an integer, got true"),
         ("cache", "{layout: dense, capacity: 0}", 'cache.capacity: must be greater than 0 or "auto", got 0'),
         ("cache", "3", "cache: must be a name or a mapping, got 3"),
+        (
+            "cache",
+            "{layout: dense, codec: bf16, value_codec: int8_static}",
+            "cache.scales: must name a file for bf16, int8_static, got none; jkv calibrate writes it",
+        ),
+        (
+            "cache",
+            "{layout: dense, codec: int8, scales: x}",
+            'cache.scales: must be left out for int8, got "x"; it is for codecs that end in _static',
+        ),
         ("model", "{path: ''}", 'model.path: must be text that is not empty, got ""'),
         ("engine", "{max_sequences: 1, sampling: 3}", "engine.sampling: must be a mapping, got 3"),
         (

@@ -1,0 +1,90 @@
+"""The command that measures scales, and the verbs that read them."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+MESH = ("--mesh.axes", "data", 1, "model", 2, "--mesh.axis-types", "explicit")
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog, again and again. " * 3)
+    return file
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "scales.safetensors"
+
+
+def test_calibrated_scales_serve_the_model_that_they_were_measured_on(
+    run_jkv, run_json, refusal, talking_tiny, text, out
+):
+    model = ("--model", talking_tiny)
+    codec = ("--codec", "int8_static", "--method", "absmax")
+    said = run_jkv("calibrate", *model, "--text", text, "--out", out, *codec)
+    assert said == f"{out}: scales by absmax per head, from 186 tokens\n"
+    flags = ("score", *model, "--text", text, "--codec", "int8_static", "--scales", out)
+    (shown,) = run_json(*flags, "--compare", "f32", "--json")
+    assert shown["bytes_per_token"] == 2 * 3 * 2 * 8
+    assert 0 < shown["mean_kld"] < 1e-3
+
+    weights = safetensors.numpy.load_file(talking_tiny / "model.safetensors")
+    weights["model.layers.1.self_attn.k_proj.weight"] *= np.float32(1.01)
+    safetensors.numpy.save_file(weights, talking_tiny / "model.safetensors")
+    assert f"{out} must be calibrated on this model" in refusal(*flags)
+
+
+def test_a_mesh_and_short_pieces_change_little(run_jkv, talking_tiny, text, out, tmp_path):
+    flags = ("calibrate", "--model", talking_tiny, "--text", text, "--codec", "int8_static", "--value-codec")
+    other = tmp_path / "other.safetensors"
+    run_jkv(*flags, "f32", "--method", "absmax", "--context", 40, "--out", out)
+    run_jkv(*flags, "f32", "--method", "absmax", "--context", 40, "--out", other, *MESH, "--chunk", 16)
+    one, two = (safetensors.numpy.load_file(file) for file in (out, other))
+    assert list(one) == ["keys.0"]
+    np.testing.assert_allclose(two["keys.0"], one["keys.0"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--codec", "int8"),
+            "cache.scales: must be left out for int8, got",
+        ),
+        (("--codec", "int8_static", "--scales", "x"), "--scales is what other verbs read"),
+        (("--codec", "int8_static", "--percentile", 99.0), "--percentile is for --method percentile alone"),
+        (("--codec", "int8_static", "--context", 0), "--context must be at least 1 token, got 0"),
+        (("--codec", "int8_static", "--context", 9999), "the model reads at most 512 tokens, got 600"),
+        (("--codec", "int8_static", "--method", "max"), "--method: must be absmax or mse or percentile"),
+        (
+            ("--codec", "int8_static", "--out", "none/x"),
+            "--out must be a file that can be written, got none/x",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(refusal, talking_tiny, text, out, flags, message):
+    text.write_text("x" * 600)
+    said = refusal("calibrate", "--model", talking_tiny, "--text", text, "--out", out, *flags)
+    assert message in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "verb", [("score", "--text", "x"), ("generate", "--prompt", "x"), ("bench", "decode")]
+)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--codec", "int8_static"), "cache.scales: must name a file for int8_static, got none"),
+        (("--scales", "x"), "cache.scales: must be left out for f32, got"),
+        (
+            ("--codec", "int8", "--scales", "x"),
+            "cache.scales: must be left out for int8, got",
+        ),
+    ],
+)
+def test_scales_and_codecs_that_do_not_belong_together_are_refused(refusal, tiny, verb, flags, message):
+    assert message in refusal(*verb, "--model", tiny, *flags)
