@@ -208,19 +208,20 @@ def parse_bytes(text: str) -> int:
 
 
 def preset_names() -> list[str]:
-    """Return the names of the bundled models."""
-    return sorted(file.stem for file in (bundled_configs() / "models").glob("*.yaml"))
+    """Return the names of the bundled models, and of those in the working folder's configs/models."""
+    folders = (Path("configs"), bundled_configs())
+    return sorted({file.stem for folder in folders for file in (folder / "models").glob("*.yaml")})
 
 
 def load_preset(name: str) -> ModelSection:
-    """Return a bundled model by its name.
+    """Return a preset by its name.
 
     Raises:
-        ValueError: a file of the same name in the working folder hides it and has no sizes.
+        ValueError: its file has no sizes.
     """
     model = load_config("smollm2-cpu", ["--model", name]).model
     if model.sizes is None:
-        raise ValueError(f"configs/models/{name}.yaml must have sizes to be planned; add them")
+        raise ValueError(f"{name}.yaml must have sizes to be planned, got none; add them")
     return model
 
 

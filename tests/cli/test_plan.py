@@ -90,12 +90,16 @@ def test_what_cannot_be_planned_is_refused_in_one_sentence(refusal, argv: tuple,
     assert message in refusal("plan", *argv)
 
 
-def test_a_preset_that_is_hidden_by_a_file_without_sizes_is_refused(refusal, tmp_path, monkeypatch):
-    (tmp_path / "configs" / "models").mkdir(parents=True)
-    (tmp_path / "configs" / "models" / "qwen3-8b.yaml").write_text("path: x\n")
+def test_a_preset_of_the_working_folder_needs_sizes(refusal, run_json, tmp_path, monkeypatch):
+    folder = tmp_path / "configs" / "models"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("path: mine\n")
     monkeypatch.chdir(tmp_path)
-    said = refusal("plan", "--model", "qwen3-8b", "--batch", "1", "--context", "8")
-    assert "configs/models/qwen3-8b.yaml must have sizes" in said
+    argv = ("plan", "--model", "mine", "--batch", "1", "--context", "8")
+    assert "mine.yaml must have sizes to be planned, got none" in refusal(*argv)
+    (folder / "mine.yaml").write_text("base: qwen3-0.6b\nsizes: {num_layers: 1}\n")
+    (shown,) = run_json(*argv, "--json")
+    assert shown["bytes_per_token"] == 2 * 8 * 128 * 2
 
 
 def test_a_wrong_line_of_a_mix_is_named(refusal, tmp_path):
