@@ -324,8 +324,8 @@ _WORDS = {
     "padding": "padding",
     "tables": "tables",
     "activations": "activations",
-    "logits": "logits",
     "workspace": "workspace",
+    "logits": "logits",
 }
 _BUDGET = {"reserve": "reserve", "free": "free", "memory": "hbm"}
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from math import ceil
 
+from jkv.cache.codec import DTYPES
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.config import MeshSection, SizesSection
-from jkv.plan.decoder import ITEM_BYTES, Stored, live_width, parameters
+from jkv.plan.decoder import ITEM_BYTES, Stored, attention_width, mlp_width, parameters
 from jkv.plan.lengths import LengthMix
 
 # `kernels_pallas.paged_attention.contract.Tiling`: tokens of one step of the online softmax.
@@ -28,10 +29,9 @@ class Memory:
         rounding: slots of the pages beyond them: a last page's rest, what a window keeps for its next step.
         padding: what the layout's device adds to pages.
         tables: page tables, lengths, peaks and counts of refused tokens.
-        activations: the widest live set of a layer, for the tokens of a step.
+        activations: of a step's tokens, where a layer holds most: in its attention or its MLP.
+        workspace: what attention holds beside them; 0 where the MLP is wider.
         logits: float32, of one token a sequence.
-        workspace: float32 sums and a block of logits and probabilities of attention, and the block's keys and
-            values.
     """
 
     weights: int
@@ -40,8 +40,8 @@ class Memory:
     padding: int
     tables: int
     activations: int
-    logits: int
     workspace: int
+    logits: int
 
     @property
     def total(self) -> int:
@@ -78,16 +78,16 @@ class Deployment:
         seen = ceil(rows * self.mix.mean(lambda length: _seen_bytes(spec, length)))
         pages = ceil(rows * self.mix.mean(replace(spec, layout="plain").bytes_for))
         padded = ceil(rows * self.mix.mean(spec.bytes_for))
-        weights, activations, logits = self._model_bytes(rows)
+        activations, workspace = self._step_bytes(spec, rows)
         return Memory(
-            weights=weights,
+            weights=self._weight_bytes(),
             cache=seen + spec.scale_bytes,
             rounding=pages - seen,
             padding=padded - pages,
             tables=spec.table_bytes(rows, self.mix.longest),
             activations=activations,
-            logits=logits,
-            workspace=self._workspace_bytes(spec, rows),
+            workspace=workspace,
+            logits=self._logit_bytes(rows),
         )
 
     def sequences_in(self, budget: int) -> int:
@@ -113,33 +113,47 @@ class Deployment:
         )
         return replace(self, spec=spec)
 
-    def _tokens(self, rows: int) -> int:
-        """Return the new tokens of the widest step: of a prompt's chunks, or one a sequence."""
-        return max(self.step_tokens, rows)
-
-    def _model_bytes(self, rows: int) -> tuple[int, int, int]:
-        """Return the bytes of weights, activations and logits."""
+    def _weight_bytes(self) -> int:
         if self.sizes is None:
-            return 0, 0, 0
-        weights = sum(part.num_bytes(self.weights, self.mesh) for part in parameters(self.sizes))
-        width = live_width(self.sizes, self.mesh)
-        logits = rows * -(-self.sizes.vocab_size // self.mesh.shards("vocab")) * _F32
-        return weights, self._tokens(rows) * width * ITEM_BYTES[self.dtype], logits
+            return 0
+        return sum(part.num_bytes(self.weights, self.mesh) for part in parameters(self.sizes))
 
-    def _workspace_bytes(self, spec: CacheSpec, rows: int) -> int:
-        """Return what attention holds beside its operands and result: one layer, one block at a time.
+    def _logit_bytes(self, rows: int) -> int:
+        return rows * -(-self.sizes.vocab_size // self.mesh.shards("vocab")) * _F32 if self.sizes else 0
 
-        For each token and query head: an output, a peak, a sum, a block of logits and one of probabilities.
-        For each sequence: the block's keys and values as they are stored, of the widest layer.
+    def _step_bytes(self, spec: CacheSpec, rows: int) -> tuple[int, int]:
+        """Return the bytes of activations and of attention's workspace, where a layer holds most of both.
+
+        The widest step has the tokens of prompts' chunks, or one a sequence.
+        """
+        if self.sizes is None:
+            return 0, 0
+        tokens = max(self.step_tokens, rows)
+        item = tokens * ITEM_BYTES[self.dtype]
+        workspace = self._workspace_bytes(self.sizes, spec, tokens, rows)
+        attending = (item * attention_width(self.sizes, self.mesh), workspace)
+        return max(attending, (item * mlp_width(self.sizes, self.mesh), 0), key=sum)
+
+    def _workspace_bytes(self, sizes: SizesSection, spec: CacheSpec, tokens: int, rows: int) -> int:
+        """Return what attention holds beside its operands and result, one block of tokens at a time.
+
+        For each new token and query head: a sum as wide as a head, a peak and a total, a block of logits and
+        one of probabilities, all float32. For each sequence: the block's keys and values of the widest layer,
+        in float32 where they have scales.
         """
         block = max(spec.page_size, _BLOCK_TOKENS // spec.page_size * spec.page_size)
-        stored = max(
-            group.page_bytes(spec.page_size) * block // spec.page_size // group.num_layers
-            for group in spec.groups
-        )
-        heads = self.sizes.num_heads // self.mesh.shards("q_head") if self.sizes else 0
+        heads = sizes.num_heads // self.mesh.shards("q_head")
         width = max(group.head_dim for group in spec.groups)
-        return self._tokens(rows) * heads * (width + 2 + 2 * block) * _F32 + rows * stored
+        stored = max(_token_bytes(group) for group in spec.groups)
+        return tokens * heads * (width + 2 + 2 * block) * _F32 + rows * block * stored
+
+
+def _token_bytes(group: CacheGroup) -> int:
+    """Return the bytes of a token's keys and values in one layer, as attention reads them."""
+    sizes = zip(group.codecs, group.dims, strict=True)
+    return group.num_kv_heads * sum(
+        dim * (ITEM_BYTES[DTYPES[codec.entry]] if codec.scaling == "none" else _F32) for codec, dim in sizes
+    )
 
 
 def _seen_bytes(spec: CacheSpec, length: int) -> Fraction:

@@ -137,21 +137,27 @@ def _group(
     )
 
 
-def live_width(sizes: SizesSection, mesh: MeshSection) -> int:
-    """Return the most activations of a token that a layer has at once on one device.
+def attention_width(sizes: SizesSection, mesh: MeshSection) -> int:
+    """Return the activations of a token that a device holds while a layer attends.
 
-    The residual stream, and the wider of: queries, keys, values and what attention returns; the normed input
-    with gate and up of the MLP, or of the experts that the token is sent to and the shared ones. A latent is
-    attended with its up-projection absorbed (DeepSeek-V2, section 2.1.2): queries and outputs are as wide.
+    The residual stream, queries, scaled queries, keys, values and what attention returns. A latent is
+    attended with its up-projection absorbed (DeepSeek-V2, section 2.1.2): queries are as wide as its entry.
     """
-    embed = -(-sizes.embed_dim // mesh.shards("embed"))
+    embed = sizes.embed_dim // mesh.shards("embed")
     heads, kv_heads = sizes.num_heads // mesh.shards("q_head"), sizes.num_kv_heads // mesh.shards("kv_head")
     if sizes.latent is None:
-        attention = 2 * (heads + kv_heads) * sizes.head_dim
-    else:
-        entry = sizes.latent.dim + sizes.latent.rope_dim
-        attention = heads * (entry + sizes.latent.dim) + entry
-    mlp = sizes.mlp_dim if sizes.num_dense_layers else 0
+        return embed + (3 * heads + 2 * kv_heads) * sizes.head_dim
+    entry = sizes.latent.dim + sizes.latent.rope_dim
+    return embed + heads * (2 * entry + sizes.latent.dim) + entry
+
+
+def mlp_width(sizes: SizesSection, mesh: MeshSection) -> int:
+    """Return the activations of a token that a device holds in a layer's MLP.
+
+    The residual stream, the normed input, gate, up and their product, of every expert that the token goes
+    through.
+    """
+    width = sizes.mlp_dim if sizes.num_dense_layers else 0
     if sizes.experts is not None:
-        mlp = max(mlp, (sizes.experts.num_active + sizes.experts.num_shared) * sizes.experts.mlp_dim)
-    return embed + max(attention, embed + 2 * (mlp // mesh.shards("mlp")))
+        width = max(width, (sizes.experts.num_active + sizes.experts.num_shared) * sizes.experts.mlp_dim)
+    return 2 * sizes.embed_dim // mesh.shards("embed") + 3 * width // mesh.shards("mlp")

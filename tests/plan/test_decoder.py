@@ -13,7 +13,7 @@ from jkv.layers.quantized import quantize
 from jkv.models.decoder import Decoder
 from jkv.models.load import abstract_decoder, parameter_targets
 from jkv.models.weights.model import open_model
-from jkv.plan.decoder import Stored, cache_groups, live_width, parameters
+from jkv.plan.decoder import Stored, attention_width, cache_groups, mlp_width, parameters
 from jkv.plan.model import sizes_of
 
 from ..tiny import make_config
@@ -92,8 +92,14 @@ def test_a_device_holds_its_part_of_what_is_split():
         sum(part.num_bytes("bfloat16", split(4)) for part in parameters(sizes))
         == norms + (whole - norms) // 4
     )
-    assert live_width(sizes, ONE) == 4096 + 4096 + 2 * 14336
-    assert live_width(sizes, split(4)) == 4096 + 4096 + 2 * 14336 // 4
+    assert mlp_width(sizes, split(4)) == 2 * 4096 + 3 * 14336 // 4
+    assert attention_width(sizes, split(4)) == 4096 + (3 * 32 + 2 * 8) * 128 // 4
+
+
+def test_a_token_s_experts_and_its_latent_are_counted():
+    sizes = preset("deepseek-v3")
+    assert mlp_width(sizes, ONE) == 2 * 7168 + 3 * 9 * 2048
+    assert attention_width(sizes, ONE) == 7168 + 128 * (2 * 576 + 512) + 576
 
 
 def test_layers_with_a_window_are_a_group_of_their_own():
