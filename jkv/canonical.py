@@ -74,8 +74,15 @@ def _group(cache: Cache, index: int, num_tokens: int) -> tuple[tuple[jax.Array, 
     pages = jnp.where(is_held, pages, 0)
 
     def layer_heads(stored: Stored, scales: jax.Array | None, which: int, layer: int) -> jax.Array:
-        taken = jax.tree.map(lambda array: array[pages + layer * pool.num_pages, :, slot[None]], stored)
+        def take(array: jax.Array) -> jax.Array:
+            # Of an array with one entry for a run of slots, the run's.
+            span = page_size // array.shape[2]
+            return array[pages + layer * pool.num_pages, :, slot[None] // span]
+
+        taken = jax.tree.map(take, stored)
         heads = decode(group.codecs[which], taken, None if scales is None else scales[layer])
+        if which == 0 and pool.recent is not None:
+            heads = _with_recent(pool.recent, heads, cache.lengths, positions, layer)
         return jnp.where(is_held[..., None, None], heads, 0)
 
     layers = range(group.num_layers)
@@ -83,3 +90,13 @@ def _group(cache: Cache, index: int, num_tokens: int) -> tuple[tuple[jax.Array, 
         tuple(layer_heads(pool.keys, pool.key_scale, 0, layer) for layer in layers),
         tuple(layer_heads(pool.values, pool.value_scale, 1, layer) for layer in layers),
     )
+
+
+def _with_recent(
+    recent: jax.Array, heads: jax.Array, lengths: jax.Array, positions: jax.Array, layer: int
+) -> jax.Array:
+    """Return a layer's keys with those of the open runs as they were given."""
+    num_seqs, num_recent = lengths.shape[0], recent.shape[2]
+    own = recent[layer * num_seqs : (layer + 1) * num_seqs, :, positions % num_recent].swapaxes(1, 2)
+    is_open = positions[None] >= (lengths - lengths % (num_recent // 2))[:, None]
+    return jnp.where(is_open[..., None, None], own.astype(heads.dtype), heads)

@@ -13,6 +13,7 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool, pool_axes
 from jkv.cache.codec import Codec
 from jkv.cache.encoding import Stored, encode, rotate
+from jkv.cache.runs import keys_as_given, recent_slots, rounded, whole_runs
 from jkv.cache.spec import CacheGroup
 from jkv.sharding import Sharding
 from kernels_pallas import page_write, paged_attention
@@ -106,8 +107,9 @@ def attend(
     def local(query: Any, key: Any, value: Any, pool: Pool, batch: TokenBatch, layer: Any, sinks: Any):
         offset = layer * pool.num_pages
         key_scale, value_scale = (_of_layer(scales, layer) for scales in (pool.key_scale, pool.value_scale))
+        recent = _keys_as_given(pool, key, batch, layer)
         if key is not None:
-            pool = _append(pool, (key_codec, value_codec), key, value, batch.slots[group], layer)
+            pool = _append(pool, (key_codec, value_codec), key, value, batch, group, layer, recent)
         arguments = PagedArguments(
             rotate(key_codec, query.astype(jnp.float32)).astype(query.dtype),
             _pages(key_codec, pool.keys, key_scale),
@@ -116,6 +118,7 @@ def attend(
             batch.starts,
             batch.lens,
             offset,
+            recent,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
@@ -152,14 +155,24 @@ def append(
     group, layer = where
     spec = cache.spec.groups[group]
     _check_heads(spec, key, value)
-    pool = _append(
-        cache.pools[group], spec.codecs, key, value, batch.slots[group], jnp.asarray(layer, jnp.int32)
-    )
+    pool, layer = cache.pools[group], jnp.asarray(layer, jnp.int32)
+    recent = _keys_as_given(pool, key, batch, layer)
+    pool = _append(pool, spec.codecs, key, value, batch, group, layer, recent)
     return cache.replace(pools=tuple(pool if i == group else other for i, other in enumerate(cache.pools)))
 
 
-def _append(pool: Pool, codecs: tuple[Codec, Codec], key: Any, value: Any, slots: Any, layer: Any) -> Pool:
+def _append(
+    pool: Pool,
+    codecs: tuple[Codec, Codec],
+    key: Any,
+    value: Any,
+    batch: TokenBatch,
+    group: int,
+    layer: Any,
+    recent: Any,
+) -> Pool:
     """Encode a step's heads and write them into their slots of a layer."""
+    slots = batch.slots[group]
 
     def write(stored: Stored, codec: Codec, heads: Any, scales: Any) -> Stored:
         offset = layer * pool.num_pages
@@ -169,10 +182,41 @@ def _append(pool: Pool, codecs: tuple[Codec, Codec], key: Any, value: Any, slots
             encode(codec, heads, _of_layer(scales, layer)),
         )
 
+    pool = pool.replace(values=write(pool.values, codecs[1], value, pool.value_scale))
+    if recent is not None:
+        return _append_runs(pool, key, recent, batch, layer)
+    return pool.replace(keys=write(pool.keys, codecs[0], key, pool.key_scale))
+
+
+def _append_runs(pool: Pool, key: Any, recent: Any, batch: TokenBatch, layer: Any) -> Pool:
+    """Keep a step's keys as they are, and encode those whose runs it has filled."""
+    assert pool.recent is not None
+    num_seqs, span = batch.starts.shape[0], pool.recent.shape[2] // 2
+    page_size, offset = pool.keys.data.shape[2], layer * pool.num_pages
+    whole = whole_runs(recent, pool.page_table, batch.starts, batch.lens, page_size=page_size, span=span)
+
+    def write(name: str, slots: Any) -> Any:
+        array, rows = getattr(pool.keys, name), getattr(whole.stored, name)
+        return page_write.xla(array, rows, slots, page_offset=offset)
+
+    ends = batch.starts + batch.lens
+    places = recent_slots(batch.positions, ends, span=span, is_valid=batch.is_valid)
     return pool.replace(
-        keys=write(pool.keys, codecs[0], key, pool.key_scale),
-        values=write(pool.values, codecs[1], value, pool.value_scale),
+        keys=Stored(
+            data=write("data", whole.slots), scale=write("scale", whole.runs), zero=write("zero", whole.runs)
+        ),
+        recent=page_write.xla(pool.recent, rounded(key), places, page_offset=layer * num_seqs),
     )
+
+
+def _keys_as_given(pool: Pool, key: Any, batch: TokenBatch, layer: Any) -> Any:
+    """Return the keys of the runs that a step touches; None where keys are encoded token by token."""
+    if pool.recent is None:
+        return None
+    num_seqs, time = batch.positions.shape
+    recent = jax.lax.dynamic_slice_in_dim(pool.recent, layer * num_seqs, num_seqs)
+    new = None if key is None else rounded(key)
+    return keys_as_given(recent, new, batch.starts, batch.lens, time=time)
 
 
 def _pages(codec: Codec, stored: Stored, scale: Any) -> Pages:

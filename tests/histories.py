@@ -15,7 +15,8 @@ from jkv.cache import sequences
 from jkv.cache.allocator import PageAllocator
 from jkv.cache.cache import Cache
 from jkv.cache.codec import Codec
-from jkv.cache.encoding import decode, encode
+from jkv.cache.encoding import decode, encode, encode_run, unpack
+from jkv.cache.runs import rounded
 from jkv.cache.spec import CacheGroup, CacheSpec
 
 from .poison import poison
@@ -189,10 +190,23 @@ class History:
         return jnp.asarray(targets)
 
     def _as_read(self, *heads: np.ndarray) -> np.ndarray:
-        """Return keys and values as their codecs read them back."""
+        """Return keys and values as their codecs read them back, keys of open runs as they are kept."""
         codecs = self.form.spec.groups[0].codecs
         scales = [None if scale is None else scale[LAYER] for scale in self.scales]
         return np.stack([_read(*one) for one in zip(codecs, heads, scales, strict=True)])
+
+    def runs(self, keys: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the slots of a run, 1 where there are none, and the keys that later runs see."""
+        codec, _ = self.form.spec.groups[0].codecs
+        if codec.scaling != "slots":
+            return 1, keys
+        span = codec.span(self.form.page_size)
+        whole = len(keys) // span * span
+        runs = keys[:whole].reshape(-1, span, *keys.shape[1:]).swapaxes(1, 2)
+        stored = encode_run(jnp.asarray(runs, jnp.float32))
+        scale, zero = (jnp.asarray(a, jnp.float32)[..., None, :] for a in (stored.scale, stored.zero))
+        read = np.asarray(unpack(stored.data) * scale + zero).swapaxes(1, 2)
+        return span, np.concatenate([read.reshape(whole, *keys.shape[1:]), keys[whole:]])
 
     def _expected(self, query: np.ndarray, lens: list[int]) -> np.ndarray:
         """Compute each new token's attention by itself, in float64."""
@@ -200,11 +214,14 @@ class History:
         group = self.form.heads[0] // self.form.heads[1]
         for row, count in enumerate(lens):
             keys, values = self.heads[row].astype(np.float64)
+            span, encoded = self.runs(keys)
             for step in range(count):
                 end = len(keys) - count + step + 1
                 first = 0 if self.form.window is None else max(end - self.form.window, 0)
+                own = (end - 1) // span * span
+                seen = np.concatenate([encoded[:own], keys[own:end]])
                 for head in range(self.form.heads[0]):
-                    logits = keys[first:end, head // group] @ query[row, step, head] / self.form.head_dim**0.5
+                    logits = seen[first:end, head // group] @ query[row, step, head] / self.form.head_dim**0.5
                     weights = np.exp(logits - logits.max())
                     out[row, step, head] = weights @ values[first:end, head // group] / weights.sum()
         return out
@@ -212,6 +229,8 @@ class History:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _read(codec: Codec, heads: jax.Array, scale: jax.Array | None) -> jax.Array:
+    if codec.scaling == "slots":
+        return rounded(heads).astype(jnp.float32)
     return decode(codec, encode(codec, heads, scale), scale)
 
 

@@ -14,7 +14,9 @@ def poison(cache: Cache, value: float = jnp.nan) -> Cache:
         return jnp.full_like(array, jnp.iinfo(array.dtype).max if is_integer else value)
 
     pools = tuple(
-        pool.replace(keys=jax.tree.map(fill, pool.keys), values=jax.tree.map(fill, pool.values))
+        pool.replace(
+            **{name: jax.tree.map(fill, getattr(pool, name)) for name in ("keys", "values", "recent")}
+        )
         for pool in cache.pools
     )
     return cache.replace(pools=pools)

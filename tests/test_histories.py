@@ -10,14 +10,25 @@ from .histories import Form, History
 
 AXES = {
     "layout": ["dense", "paged", "window", "paged_window"],
-    "codec": ["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int8/int4", "bf16/int8", "int8_static"],
+    "codec": [
+        "f32",
+        "bf16",
+        "int8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "int4",
+        "int4_token",
+        "int8/int4",
+        "bf16/int8",
+        "int8_static",
+    ],
     "page_size": [8, 16, 64, 256],
     "head_dim": [64, 80, 128, 256],
     "heads": [(2, 2), (8, 2), (8, 1), (4, 1)],
 }
 
 # One of each way to scale; the gate has all.
-CODECS = ["f32", "bf16", "fp8_e4m3", "int8/int4"]
+CODECS = ["f32", "bf16", "fp8_e4m3", "int4"]
 
 
 def pairs(values: dict) -> set:

@@ -63,7 +63,7 @@ def check(function: Callable[..., Any], codec: str, layout: str = "dense") -> No
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "fp8_e4m3", "int4", "int8/int4"])
+@pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "fp8_e4m3", "int4", "int8/int4_token"])
 @pytest.mark.parametrize("layout", ["dense", "paged", "window"])
 def test_a_loop_updates_every_form_of_the_cache_in_place(layout: str, codec: str):
     check(loop, codec, layout)

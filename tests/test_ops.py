@@ -1,5 +1,7 @@
 """The one door to the kernels: choice of implementation, gradients, and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,13 +54,54 @@ def test_attention_through_a_cache_is_that_without_one(implementation: str, opti
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 11}, {"soft_cap": 1.0}, {"sinks": jnp.array([0.0, 1.0, 2.0, -1.0])}],
+    ids=["plain", "window", "soft_cap", "sinks"],
+)
+def test_keys_in_runs_of_slots_are_attended_as_the_definition_says(options: dict):
+    """Steps that end within a run, on its border and past several."""
+    spec = CacheSpec.create([CacheGroup(2, NUM_KV_HEADS, HEAD_DIM, "int4")], page_size=8)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(cache, lens, query, key, value, implementation):
+        cache, batch = cache.begin(lens, time=query.shape[1])
+        both = {"scale": HEAD_DIM**-0.5, "implementation": implementation, **options}
+        return ops.attend(query, key, value, cache, (0, 1), batch, **both)
+
+    caches = [poison(Cache.dense(spec, num_sequences=ROWS, capacity=64)) for _ in range(2)]
+    for lens in ([21, 6], [1, 1], [1, 1], [9, 0], [3, 21]):
+        keys = jax.random.split(jax.random.key(sum(lens)), 3)
+        heads = [
+            jax.random.normal(key, (ROWS, max(lens), count, HEAD_DIM))
+            for key, count in zip(keys, (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), strict=True)
+        ]
+        lens = jnp.array(lens, jnp.int32)
+        found, expected = (
+            run(cache, lens, *heads, implementation=name)
+            for cache, name in zip(caches, ("xla", "reference"), strict=True)
+        )
+        caches = [found[1], expected[1]]
+        assert_close(found[0], expected[0])
+
+
+def test_a_wide_step_that_only_reads_keys_in_runs_is_refused():
+    spec = CacheSpec.create([CacheGroup(1, NUM_KV_HEADS, HEAD_DIM, "int4")], page_size=8)
+    cache = Cache.dense(spec, num_sequences=ROWS, capacity=64)
+    cache, batch = cache.begin(jnp.full(ROWS, 9, jnp.int32), time=9)
+    query = jnp.zeros((ROWS, 9, NUM_HEADS, HEAD_DIM))
+    with pytest.raises(ValueError, match="only reads int4 keys takes steps of at most 8 tokens, got 9"):
+        ops.attend(query, None, None, cache, (0, 0), batch, scale=1.0)
+
+
 def test_a_traced_layer_index_is_the_layer():
     rows = make_rows()
     static, traced = attend(*rows), attend(*rows, where=(0, jnp.int32(1)))
     assert_close(traced[0], static[0])
 
 
-def test_a_read_alone_writes_nothing():
+@pytest.mark.parametrize("codec", ["f32", "int4"])
+def test_a_read_alone_writes_nothing(codec: str):
     query, key, value = make_rows()
 
     @jax.jit
@@ -68,7 +111,8 @@ def test_a_read_alone_writes_nothing():
         second, read = ops.attend(query, None, None, written, (0, 0), batch, scale=1.0)
         return first, second, written, read
 
-    first, second, written, read = run(make_cache())
+    spec = CacheSpec.create([CacheGroup(2, NUM_KV_HEADS, HEAD_DIM, codec)], page_size=8)
+    first, second, written, read = run(poison(Cache.dense(spec, num_sequences=ROWS, capacity=8)))
     assert_close(second, first)
     for before, after in zip(jax.tree.leaves(written), jax.tree.leaves(read), strict=True):
         assert before.tobytes() == after.tobytes()

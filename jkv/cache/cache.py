@@ -33,6 +33,8 @@ class Pool(State):
         page_table: pages of each sequence, in `[0, num_pages)`; another number names none.
         key_scale: calibrated scales of keys, where their codec is static.
         value_scale: those of values.
+        recent: each sequence's latest keys as they were given, row `i * seq + r` those of sequence `r` in
+            layer `i`, where keys are encoded in runs of slots; see `jkv.cache.runs`.
         num_pages: pages that one layer owns in a shard.
     """
 
@@ -41,6 +43,7 @@ class Pool(State):
     page_table: Int[Array, "seq max_pages"]
     key_scale: Float[Array, "layer kv_head"] | None
     value_scale: Float[Array, "layer kv_head"] | None
+    recent: Float[Array, "layer_seq kv_head recent head_dim"] | None
     num_pages: int = static()
 
 
@@ -204,11 +207,16 @@ class Cache(State):
     def truncate(self, lengths: Int[Array, " seq"]) -> "Cache":
         """Return the cache with each sequence cut to at most `lengths` tokens; negative counts as 0.
 
-        A sequence is left as it is where a window has overwritten what the shorter one would see.
+        A sequence is left as it is where a window has overwritten what the shorter one would see, or where
+        its end lies within a run of slots whose keys are no longer kept as they were given.
         """
         shorter = jnp.minimum(self.lengths, jnp.maximum(lengths, 0))
         can_cut = jnp.ones_like(shorter, bool)
         for index, (pool, group) in enumerate(zip(self.pools, self.spec.groups, strict=True)):
+            if pool.recent is not None:
+                num_recent = pool.recent.shape[2]
+                past_run = shorter % (num_recent // 2)
+                can_cut &= (past_run == 0) | (shorter - past_run >= self.peaks - num_recent)
             if self.is_ring(index):
                 assert group.window is not None
                 oldest = self.peaks - pool.page_table.shape[1] * self.spec.page_size
@@ -249,7 +257,7 @@ def pool_axes(pool: Pool, place: Callable[..., Any]) -> Any:
         name: None if getattr(pool, name) is None else place(None, "kv_head")
         for name in ("key_scale", "value_scale")
     }
-    stored = {"keys": jax.tree.map(pages, pool.keys), "values": jax.tree.map(pages, pool.values)}
+    stored = {name: jax.tree.map(pages, getattr(pool, name)) for name in ("keys", "values", "recent")}
     return pool.replace(**stored, page_table=place("seq", None), **scales)
 
 
@@ -337,6 +345,7 @@ def _empty(
             pages = num_pages[index]
             table = jnp.full((num_sequences, width), -1, jnp.int32)
         keys, values = _empty_pages(group, num_shards * pages, spec.page_size)
+        recent = group.recent_keys(num_sequences, spec.page_size)
         pools.append(
             Pool(
                 keys=keys,
@@ -345,6 +354,7 @@ def _empty(
                 # Copied: a donated cache must not take the caller's arrays with it.
                 key_scale=jax.tree.map(jnp.copy, key_scale),
                 value_scale=jax.tree.map(jnp.copy, value_scale),
+                recent=None if recent is None else jnp.zeros(recent.shape, recent.dtype),
                 num_pages=pages,
             )
         )

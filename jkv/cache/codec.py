@@ -4,12 +4,12 @@ Imports no JAX; the arithmetic on arrays is `jkv.cache.encoding`.
 """
 
 import difflib
+import math
 from dataclasses import dataclass
-from math import prod
 from typing import Literal
 
 Entry = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
-Scaling = Literal["none", "token", "static", "channels"]
+Scaling = Literal["none", "token", "static", "channels", "slots"]
 PoolLayout = Literal["plain", "tpu", "gpu"]
 
 # How entries lie in a pool: int4 two in a byte, fp8 as its bits. XLA's CPU backend writes to an array of fp8
@@ -23,7 +23,8 @@ DTYPES: dict[Entry, str] = {
     "int4": "uint8",
 }
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
-MAX_SPAN = 32
+# Entries of a run. Shorter ones than the least would cost as much in scales as in entries.
+MIN_SPAN, MAX_SPAN = 8, 32
 # A TPU lays the two minor dimensions of an array out in tiles of 8 rows of 128 lanes; a lane is a word.
 TILE_ROWS, TILE_LANES, WORD_BYTES = 8, 128, 4
 
@@ -43,7 +44,7 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         """Bytes, without what a device pads."""
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def packing(self) -> int:
@@ -62,7 +63,7 @@ class ArraySpec:
         *outer, rows, lanes = self.shape
         tile = min(TILE_ROWS, max(self.packing, 1 << (rows - 1).bit_length()))
         padded = (*outer, _round_up(rows, tile), _round_up(lanes, TILE_LANES))
-        return prod(padded) * ITEM_BYTES[self.dtype]
+        return math.prod(padded) * ITEM_BYTES[self.dtype]
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -77,7 +78,8 @@ class Codec:
         entry: what one entry of a head becomes.
         scaling: which entries share a scale. `token`: those of a token and head. `static`: those of a head in
             a layer, measured beforehand. `channels`: runs of at most 32 channels of a token and head, with a
-            zero point of their own.
+            zero point of their own. `slots`: runs of at most 32 slots of a page and channel, with a zero
+            point; a run is encoded when its last slot is filled (`jkv.cache.runs`).
         is_rotated: heads are multiplied by a Hadamard matrix first, which spreads outlying channels.
     """
 
@@ -85,10 +87,27 @@ class Codec:
     scaling: Scaling = "none"
     is_rotated: bool = False
 
-    def span(self, head_dim: int) -> int:
-        """Return the channels that share a scale: the most, up to 32, that divide half a head."""
-        half = head_dim // 2
-        return next(size for size in range(min(MAX_SPAN, half), 0, -1) if half % size == 0)
+    def span(self, size: int) -> int:
+        """Return the entries of a run, at most 32.
+
+        Args:
+            size: head_dim for runs of channels, of which a run is the most that divide half a head; page_size
+                for runs of slots: 32, 16 or 8, so that a token's share of a page's bytes is whole.
+        """
+        if self.scaling == "slots":
+            return math.gcd(size, MAX_SPAN)
+        half = size // 2
+        return next(span for span in range(min(MAX_SPAN, half), 0, -1) if half % span == 0)
+
+    def check(self, *, head_dim: int, page_size: int) -> None:
+        """Raise ValueError where the sizes do not suit the codec."""
+        if self.entry == "int4" and head_dim % 2:
+            raise ValueError(f"head_dim must be even for int4, two entries a byte, got {head_dim}")
+        if self.scaling == "slots" and (head_dim % MIN_SPAN or page_size % MIN_SPAN):
+            raise ValueError(
+                f"int4 keys need a page_size and a head_dim that are multiples of {MIN_SPAN}, "
+                f"got {page_size} and {head_dim}; change page_size, or use int4_token"
+            )
 
     def page_arrays(
         self, *, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int
@@ -102,6 +121,9 @@ class Codec:
         elif self.scaling == "channels":
             runs = ArraySpec((*rows, head_dim // self.span(head_dim)), "bfloat16")
             arrays |= {"scale": runs, "zero": runs}
+        elif self.scaling == "slots":
+            runs = ArraySpec((*rows[:2], page_size // self.span(page_size), head_dim), "bfloat16")
+            arrays |= {"scale": runs, "zero": runs}
         return arrays
 
 
@@ -114,16 +136,24 @@ CODECS: dict[str, Codec] = {
     "int8_static": Codec("int8", "static", is_rotated=True),
     "fp8_e4m3_static": Codec("fp8_e4m3", "static", is_rotated=True),
     "fp8_e5m2_static": Codec("fp8_e5m2", "static", is_rotated=True),
-    "int4": Codec("int4", "channels", is_rotated=True),
+    "int4": Codec("int4", "slots"),
+    "int4_token": Codec("int4", "channels", is_rotated=True),
 }
+# Keys have channels that are large at every token; values do not, and are better off in runs of channels.
+_OF_VALUES = {"int4": "int4_token"}
 
 
-def find_codec(name: str) -> Codec:
-    """Return the codec of a name.
+def find_codecs(name: str, value_name: str | None = None) -> tuple[Codec, Codec]:
+    """Return the codecs of keys and of values; without a name of their own, values go by that of keys.
 
     Raises:
-        ValueError: there is none.
+        ValueError: a name is unknown.
     """
+    value_name = name if value_name is None else value_name
+    return _find(name), _find(_OF_VALUES.get(value_name, value_name))
+
+
+def _find(name: str) -> Codec:
     if name not in CODECS:
         near = difflib.get_close_matches(name, CODECS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -59,13 +59,26 @@ def encode(
     return Stored(data=_entries(codec, heads / _divisor(scale)[..., None]), scale=scale)
 
 
+def encode_run(heads: Float[Array, "*rows slot head_dim"]) -> Stored:
+    """Return runs of slots in 4 bits, a scale and zero point `[*rows, head_dim]` for each channel.
+
+    A channel with NaN or infinity reads as one that is not finite, in its own run and head.
+    """
+    heads = heads.astype(jnp.float32)
+    low, high = heads.min(-2, keepdims=True), heads.max(-2, keepdims=True)
+    entries, scale, zero = _quantize(heads, low, high)
+    return Stored(data=pack(entries), scale=scale.squeeze(-2), zero=zero.squeeze(-2))
+
+
 def decode(codec: Codec, stored: Stored, scale: Float[Array, " kv_head"] | None = None) -> Array:
-    """Return the float32 heads that the stored entries stand for; arguments as `encode`."""
+    """Return the float32 heads that the stored entries stand for; arguments as `encode`.
+
+    Scales and zero points of a run of slots are given for each of them, `[*rows, kv_head, head_dim]`.
+    """
     if codec.scaling == "none":
         return stored.data.astype(jnp.float32)
-    if codec.scaling == "channels":
+    if stored.zero is not None:
         assert stored.scale is not None
-        assert stored.zero is not None
         data = unpack(stored.data)
         span = data.shape[-1] // stored.scale.shape[-1]
         scale, zero = (jnp.repeat(a.astype(jnp.float32), span, axis=-1) for a in (stored.scale, stored.zero))
@@ -111,21 +124,26 @@ def unpack(data: Array) -> Float[Array, "..."]:
     return jnp.concatenate([data & 15, data >> 4], axis=-1).astype(jnp.float32)
 
 
+def to_bfloat16(x: Array) -> Array:
+    """Round float32 numbers to what bfloat16 holds; XLA may leave out a cast there and back."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
 def _encode_channels(codec: Codec, heads: Float[Array, "*rows head_dim"]) -> Stored:
     head_dim = heads.shape[-1]
     span = codec.span(head_dim)
     runs = heads.reshape(*heads.shape[:-1], head_dim // span, span)
-    zero = _to_bfloat16(runs.min(-1))
+    data, scale, zero = _quantize(runs, runs.min(-1, keepdims=True), runs.max(-1, keepdims=True))
+    return Stored(data=pack(data.reshape(heads.shape)), scale=scale.squeeze(-1), zero=zero.squeeze(-1))
+
+
+def _quantize(runs: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
+    """Return 4-bit entries, and the scale and zero point of each run as they are stored."""
+    zero = to_bfloat16(low)
     # Divided first: the difference of two large numbers may overflow.
-    scale = _to_bfloat16(runs.max(-1) / 15 - zero / 15)
-    steps = (runs - zero[..., None]) / _divisor(scale)[..., None]
-    entries = jnp.clip(jnp.round(steps), 0, 15).reshape(heads.shape)
-    return Stored(data=pack(entries), scale=scale.astype(jnp.bfloat16), zero=zero.astype(jnp.bfloat16))
-
-
-def _to_bfloat16(x: Array) -> Array:
-    """Round float32 numbers to what bfloat16 holds; XLA may leave out a cast there and back."""
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    scale = to_bfloat16(high / 15 - zero / 15)
+    entries = jnp.clip(jnp.round((runs - zero) / _divisor(scale)), 0, 15)
+    return entries, scale.astype(jnp.bfloat16), zero.astype(jnp.bfloat16)
 
 
 def _of_heads(scale: Float[Array, " kv_head"] | None, ndim: int) -> Array:

@@ -31,7 +31,7 @@ def select(cache: Cache, rows: Int[Array, " seq"]) -> Cache:
         rows: in `[0, seq)`.
     """
     pools = tuple(_copy(pool, pool.page_table[rows], pool.page_table) for pool in cache.pools)
-    return _with_counts(cache.replace(pools=pools), cache, rows)
+    return _with_rows(cache.replace(pools=pools), cache, rows)
 
 
 def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq page"]]) -> Cache:
@@ -76,7 +76,7 @@ def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq
         forked = jnp.where(is_copied, jnp.asarray(target, jnp.int32), table)
         pool = _copy(pool, jnp.where(is_copied, table, -1), jnp.where(is_copied, forked, -1))
         pools.append(pool.replace(page_table=jnp.where(is_moved[:, None], forked, pool.page_table)))
-    return _with_counts(cache.replace(pools=tuple(pools)), cache, rows)
+    return _with_rows(cache.replace(pools=tuple(pools)), cache, rows)
 
 
 def copy_pages(
@@ -93,9 +93,17 @@ def copy_pages(
     return cache.replace(pools=tuple(_copy(*triple) for triple in triples))
 
 
-def _with_counts(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:
+def _with_rows(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:
+    """Take what sequences have beside their pages from the rows that they continue."""
     counts = {name: getattr(old, name)[rows] for name in ("lengths", "peaks", "num_dropped")}
-    return cache.replace(**counts)
+
+    def recent(pool: Pool) -> jax.Array | None:
+        if pool.recent is None:
+            return None
+        by_layer = pool.recent.reshape(-1, rows.shape[0], *pool.recent.shape[1:])
+        return by_layer[:, rows].reshape(pool.recent.shape)
+
+    return cache.replace(pools=tuple(pool.replace(recent=recent(pool)) for pool in cache.pools), **counts)
 
 
 def _copy(pool: Pool, sources: Int[Array, "*pair"], targets: Int[Array, "*pair"]) -> Pool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from jkv.cache.codec import ArraySpec, Codec, PoolLayout, find_codec
+from jkv.cache.codec import ArraySpec, Codec, PoolLayout, find_codecs
 
 GroupKind = Literal["gqa", "latent"]
 
@@ -46,11 +46,11 @@ class CacheGroup:
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
-        """The codecs of keys and values, or of the latent and its rotated part."""
+        """The codecs of keys and values, or of the latent, which is both, and its rotated part."""
         if self.kind == "latent":
-            raw = "f32" if self.codec == "f32" else "bf16"
-            return find_codec(self.codec), find_codec(self.rope_codec or raw)
-        return find_codec(self.codec), find_codec(self.value_codec or self.codec)
+            rope_codec = self.rope_codec or ("f32" if self.codec == "f32" else "bf16")
+            return find_codecs(self.codec)[1], find_codecs(rope_codec)[1]
+        return find_codecs(self.codec, self.value_codec)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -79,6 +79,22 @@ class CacheGroup:
         """Return the bytes of one page in all layers of the group, scales included."""
         arrays = self.page_arrays(1, page_size)
         return sum(array.padded_bytes(layout) for part in arrays for array in part.values())
+
+    def recent_keys(self, num_sequences: int, page_size: int) -> ArraySpec | None:
+        """Return the array of each sequence's latest keys as they were given; None where no codec needs it.
+
+        It holds two runs of slots: the open one, and one that a truncation may open again.
+        """
+        codec, _ = self.codecs
+        if codec.scaling != "slots":
+            return None
+        rows = self.num_layers * num_sequences
+        return ArraySpec((rows, self.num_kv_heads, 2 * codec.span(page_size), self.head_dim), "bfloat16")
+
+    def sequence_bytes(self, page_size: int, layout: PoolLayout = "plain") -> int:
+        """Return the bytes that a sequence takes beside its pages."""
+        recent = self.recent_keys(1, page_size)
+        return 0 if recent is None else recent.padded_bytes(layout)
 
     def split_heads(self, num_ways: int) -> "CacheGroup":
         """Return the group of one device of `num_ways` that share the KV heads; each holds a latent whole.
@@ -135,6 +151,9 @@ class CacheSpec:
             raise ValueError(
                 f"page_size and max_chunk must be at least 1 token, got {page_size} and {max_chunk}"
             )
+        for group in groups:
+            for codec, dim in zip(group.codecs, group.dims, strict=True):
+                codec.check(head_dim=dim, page_size=page_size)
         spec = cls(tuple(groups), page_size, max_chunk, layout)
         _check_layout(spec)
         return spec
@@ -155,6 +174,11 @@ class CacheSpec:
         return sum(group.page_bytes(self.page_size, self.layout) for group in self.groups)
 
     @property
+    def bytes_per_sequence(self) -> int:
+        """Bytes that a sequence takes beside its pages on the layout's device: its latest keys as given."""
+        return sum(group.sequence_bytes(self.page_size, self.layout) for group in self.groups)
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of calibrated scales on the layout's device."""
         return sum(array.padded_bytes(self.layout) for group in self.groups for array in group.scale_arrays)
@@ -168,24 +192,28 @@ class CacheSpec:
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes that a sequence of `num_tokens` takes, in whole pages and with their padding."""
-        return sum(
+        return self.bytes_per_sequence + sum(
             self.pages_for(num_tokens, index) * group.page_bytes(self.page_size, self.layout)
             for index, group in enumerate(self.groups)
         )
 
     def dense_bytes(self, num_sequences: int, capacity: int) -> int:
-        """Return the bytes of a dense cache's pools.
+        """Return the bytes of a dense cache's pools, and what sequences have beside them.
 
         Without a codec's scales, windows and padding it is `2 * B * S * L * H_kv * d_h * p`, S in whole
         pages.
         """
         return num_sequences * self.bytes_for(capacity) + self.scale_bytes
 
-    def paged_bytes(self, num_pages: Sequence[int]) -> int:
+    def paged_bytes(self, num_sequences: int, num_pages: Sequence[int]) -> int:
         """Return the bytes of the pools of a paged cache with so many pages a group."""
-        return self.scale_bytes + sum(
-            pages * group.page_bytes(self.page_size, self.layout)
-            for pages, group in zip(num_pages, self.groups, strict=True)
+        return (
+            num_sequences * self.bytes_per_sequence
+            + self.scale_bytes
+            + sum(
+                pages * group.page_bytes(self.page_size, self.layout)
+                for pages, group in zip(num_pages, self.groups, strict=True)
+            )
         )
 
     def table_bytes(self, num_sequences: int, capacity: int) -> int:
@@ -210,9 +238,6 @@ def _check_group(group: CacheGroup) -> None:
     sizes = (group.num_layers, group.num_kv_heads, group.head_dim)
     if min(sizes) < 1:
         raise ValueError(f"a group's layers, KV heads and head_dim must be positive, got {sizes}")
-    for codec, dim in zip(group.codecs, group.dims, strict=True):
-        if codec.entry == "int4" and dim % 2:
-            raise ValueError(f"head_dim must be even for int4, two entries a byte, got {dim}")
     if group.window is not None and group.window < 1:
         raise ValueError(f"window must be at least 1 token, got {group.window}")
     if group.kind not in get_args(GroupKind):

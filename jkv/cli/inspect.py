@@ -24,6 +24,8 @@ from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import ModelLocation
 from jkv.models.weights.model import StoredModel, open_model
 
+# Scales of int4 keys are shared by up to 32 slots of a page.
+_PAGE_SIZE = 32
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -104,13 +106,19 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
         "parameters": count,
         "weight_bytes": {name: count * size for name, size in _WEIGHT_BYTES.items()},
         "cache_bytes_per_token": {
-            codec: cache_spec(config, page_size=1, codec=codec).bytes_per_token
-            for codec, form in CODECS.items()
-            if form.scaling != "static"
+            codec: _cache_bytes(config, codec) for codec, form in CODECS.items() if form.scaling != "static"
         },
         # In float32 and without page rounding.
         "cache_groups": describe_groups(config, cache_spec(config, page_size=1), max_chunk=1),
     }
+
+
+def _cache_bytes(config: ModelConfig, codec: str) -> int | None:
+    """Return the bytes of a token; None where the codec does not take the model's heads."""
+    try:
+        return cache_spec(config, page_size=_PAGE_SIZE, codec=codec).bytes_per_token
+    except ValueError:
+        return None
 
 
 def describe_groups(model: ModelConfig, spec: CacheSpec, *, max_chunk: int) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from jkv.config.mesh import MeshSection
 from jkv.config.section import Conflict, Count, Real, Section, Text
 from jkv.config.sizes import SizesSection
 
-UncalibratedCodec = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
+UncalibratedCodec = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int4_token"]
 CalibratedCodec = Literal["int8_static", "fp8_e4m3_static", "fp8_e5m2_static"]
 CodecName = Literal[UncalibratedCodec, CalibratedCodec]
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.cache.cache import Scales
-from jkv.cache.codec import find_codec
 from jkv.cache.spec import CacheSpec
 from jkv.models.weights.safetensors import SafetensorsSource, read_metadata, write_safetensors
 
@@ -78,8 +77,10 @@ def read_scales(path: Path, spec: CacheSpec, *, model: str) -> Scales:
 def _wanted(spec: CacheSpec) -> dict[str, tuple[str, tuple[int, int]]]:
     """Return codec and shape of each array of scales that a cache needs, by its name in the file."""
     return {
-        f"{what}.{index}": (codec, (group.num_layers, group.num_kv_heads))
+        f"{what}.{index}": (name, (group.num_layers, group.num_kv_heads))
         for index, group in enumerate(spec.groups)
-        for what, codec in (("keys", group.codec), ("values", group.value_codec or group.codec))
-        if find_codec(codec).scaling == "static"
+        for what, name, codec in zip(
+            ("keys", "values"), (group.codec, group.value_codec or group.codec), group.codecs, strict=True
+        )
+        if codec.scaling == "static"
     }

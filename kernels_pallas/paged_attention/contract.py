@@ -36,7 +36,8 @@ class Pages:
 
     - `data`, where there is no scale;
     - `data * scale`, the scale of a token and head `[page, kv_head, slot]` or of a head `[kv_head]`;
-    - `data * scale + zero`, one of each for every run of channels, `[page, kv_head, slot, run]`.
+    - `data * scale + zero`, one of each for every run of channels, `[page, kv_head, slot, run]`, or for every
+      channel and run of slots, `[page, kv_head, run, head_dim]`.
 
     Attributes:
         data: entries; where they are not numbers of its dtype, `entry` says what its bytes hold.
@@ -47,13 +48,20 @@ class Pages:
 
     data: Num[Array, "page kv_head slot width"]
     scale: Float[Array, "..."] | None = None
-    zero: Float[Array, "page kv_head slot run"] | None = None
+    zero: Float[Array, "page kv_head ..."] | None = None
     entry: Literal["number", "fp8_e4m3", "fp8_e5m2", "int4"] = "number"
 
     @property
     def head_dim(self) -> int:
         """Entries of a head."""
         return self.data.shape[-1] * (2 if self.entry == "int4" else 1)
+
+    @property
+    def run_slots(self) -> int | None:
+        """Slots of a run; None where a slot has scales of its own."""
+        if self.zero is None or self.zero.shape[2] == self.data.shape[2]:
+            return None
+        return self.data.shape[2] // self.zero.shape[2]
 
     def read(self, data: Num[Array, "*rows width"]) -> Num[Array, "*rows head_dim"]:
         """Return entries taken from `data` as numbers, in whatever dtype holds them."""
@@ -76,6 +84,8 @@ class PagedArguments(NamedTuple):
         starts: tokens that each sequence held before this step.
         lens: new tokens of each sequence, already written to the pool; 0 for an idle row.
         page_offset: the pool's page that is page 0 of this layer.
+        recent: where keys are scaled by runs of slots, the keys as they were given, from the first position
+            on of the run that `starts` lies in; a query sees the keys of its own run here, not in `keys`.
     """
 
     query: Float[Array, "seq time q_head head_dim"]
@@ -85,6 +95,7 @@ class PagedArguments(NamedTuple):
     starts: Int[Array, " seq"]
     lens: Int[Array, " seq"]
     page_offset: Int[Array, ""] | int
+    recent: Float[Array, "seq kv_head recent head_dim"] | None = None
 
 
 def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> None:
@@ -112,6 +123,23 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
         raise ValueError(f"window must be at least 1 token, got {window}")
     for pages in (keys, values):
         _check_scale(pages)
+    _check_recent(arguments)
+
+
+def _check_recent(arguments: PagedArguments) -> None:
+    span, recent, time = arguments.keys.run_slots, arguments.recent, arguments.query.shape[1]
+    if arguments.values.run_slots is not None:
+        raise ValueError("values must be scaled by token, head or channels, got scales of runs of slots")
+    if (span is None) != (recent is None):
+        raise ValueError(
+            "recent keys are given where keys are scaled by runs of slots, got one without the other"
+        )
+    if span is not None and recent is not None:
+        needed = span if time == 1 else (-(-time // span) + 1) * span
+        if recent.shape[2] != needed:
+            raise ValueError(
+                f"a step of {time} tokens in runs of {span} needs {needed} recent keys, got {recent.shape[2]}"
+            )
 
 
 def _check_scale(pages: Pages) -> None:
@@ -124,10 +152,12 @@ def _check_scale(pages: Pages) -> None:
             raise ValueError(f"a pool of {pages.data.dtype} must have scales, got none")
         return
     if pages.zero is not None:
-        if pages.zero.shape != pages.scale.shape or pages.scale.shape[:3] != rows:
+        of_slots = pages.scale.shape[:2] == rows[:2] and pages.scale.shape[3] == pages.head_dim
+        of_slots = of_slots and rows[2] % pages.scale.shape[2] == 0
+        if pages.zero.shape != pages.scale.shape or not (pages.scale.shape[:3] == rows or of_slots):
             raise ValueError(
-                f"scales and zero points must have one shape that begins with {rows}, "
-                f"got {pages.scale.shape} and {pages.zero.shape}"
+                f"scales and zero points must have one shape, {rows} and runs of channels, or {rows[:2]} and "
+                f"runs of slots and {pages.head_dim}, got {pages.scale.shape} and {pages.zero.shape}"
             )
     elif pages.scale.shape not in (rows, rows[1:2]):
         raise ValueError(f"scales must have the shape {rows} or {rows[1:2]}, got {pages.scale.shape}")

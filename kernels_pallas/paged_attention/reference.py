@@ -33,7 +33,7 @@ def paged_attention(
         The output in the query's dtype, and the float32 log-sum-exp of the logits. Rows past a sequence's
         `lens` are zero, with a log-sum-exp of -inf.
     """
-    query, keys, values, table, starts, lens, offset = arguments
+    query, keys, values, table, starts, lens, offset, recent = arguments
     _, time, num_heads, _ = query.shape
     page_size = keys.data.shape[2]
     is_page = (table >= 0) & (table < num_pages)
@@ -58,6 +58,9 @@ def paged_attention(
     logits = jnp.einsum(
         "bthd,bshd->bths", query.astype(jnp.float32), tokens(keys), precision=jax.lax.Precision.HIGHEST
     )
+    if recent is not None and keys.run_slots is not None:
+        own, is_own = _recent_logits(query, recent, starts, query_positions, key_positions, keys.run_slots)
+        logits = jnp.where(is_own[:, :, None], own, logits)
     logits = logits * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
@@ -72,14 +75,34 @@ def paged_attention(
     return out.astype(query.dtype), log_sum
 
 
+def _recent_logits(
+    query: Float[Array, "seq time q_head head_dim"],
+    recent: Float[Array, "seq kv_head recent head_dim"],
+    starts: Int[Array, " seq"],
+    query_positions: Int[Array, "seq time"],
+    key_positions: Int[Array, "seq slot"],
+    span: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return logits with the keys as they were given, and where key and query are of one run."""
+    place = key_positions - (starts - starts % span)[:, None]
+    index = jnp.clip(place, 0, recent.shape[2] - 1)[:, None, :, None]
+    given = jnp.take_along_axis(recent, index, axis=2).astype(jnp.float32)
+    given = jnp.repeat(given, query.shape[2] // recent.shape[1], axis=1)
+    logits = jnp.einsum(
+        "bthd,bhsd->bths", query.astype(jnp.float32), given, precision=jax.lax.Precision.HIGHEST
+    )
+    return logits, query_positions[:, :, None] // span == key_positions[:, None] // span
+
+
 def _heads(pages: Pages, index: Int[Array, "seq max_pages"]) -> Float[Array, "seq token kv_head head_dim"]:
     """Return the float32 heads that the named pages stand for."""
     heads = pages.read(pages.data[index]).astype(jnp.float32)
     if pages.zero is not None:
         assert pages.scale is not None
         scale, zero = (array[index].astype(jnp.float32) for array in (pages.scale, pages.zero))
-        span = heads.shape[-1] // scale.shape[-1]
-        heads = heads * jnp.repeat(scale, span, axis=-1) + jnp.repeat(zero, span, axis=-1)
+        axis = -1 if pages.run_slots is None else -2
+        span = heads.shape[axis] // scale.shape[axis]
+        heads = heads * jnp.repeat(scale, span, axis=axis) + jnp.repeat(zero, span, axis=axis)
     elif pages.scale is not None:
         is_of_head = pages.scale.ndim == 1
         scale = pages.scale[None, None, :, None] if is_of_head else pages.scale[index]

@@ -3,7 +3,8 @@
 An online softmax walks each sequence's pages in blocks of `Tiling.block_tokens`, from the first block that
 its window reaches; the number of blocks is a traced value, so cost follows the longest live sequence and not
 the capacity. One block of keys and values is gathered at a time, head by head, without a transpose, and stays
-as it is stored: scales multiply queries, logits and probabilities.
+as it is stored: scales multiply queries, logits and probabilities. Where keys are scaled by runs of slots,
+the walk begins with the sums over each query's own run, whose keys lie beside the pages as they were given.
 """
 
 import functools
@@ -19,6 +20,20 @@ from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Tilin
 Rows = Float[Array, "seq kv_head row head_dim"]
 
 
+class _Sums(NamedTuple):
+    """An online softmax over the keys met so far.
+
+    Attributes:
+        peak: largest logit.
+        total: sum of the exponentials of logits less `peak`.
+        values: the values, weighted by these.
+    """
+
+    peak: Float[Array, "seq kv_head row"]
+    total: Float[Array, "seq kv_head row"]
+    values: Float[Array, "seq kv_head row head_dim"]
+
+
 class _Walk(NamedTuple):
     """How far each sequence's blocks reach.
 
@@ -27,6 +42,7 @@ class _Walk(NamedTuple):
         first_page: first page of each sequence's first block.
         num_blocks: blocks of the longest walk.
         positions: of each query row; -1 sees nothing.
+        limits: the first position that a query row does not see in the pages.
         ends: tokens that each sequence holds.
     """
 
@@ -34,6 +50,7 @@ class _Walk(NamedTuple):
     first_page: Int[Array, " seq"]
     num_blocks: Int[Array, ""]
     positions: Int[Array, "seq row"]
+    limits: Int[Array, "seq row"]
     ends: Int[Array, " seq"]
 
 
@@ -48,7 +65,7 @@ def paged_attention(
     tiling: Tiling | None = None,
 ) -> tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]:
     """Compute what `reference.paged_attention` defines; logits, softmax and sums are float32."""
-    query, keys, values, table, _, _, offset = arguments
+    query, keys, values, table, offset = (*arguments[:4], arguments.page_offset)
     num_seqs, time, num_heads, head_dim = query.shape
     _, num_kv_heads, page_size, _ = keys.data.shape
     group = num_heads // num_kv_heads
@@ -60,47 +77,150 @@ def paged_attention(
     rows = query.reshape(num_seqs, time, num_kv_heads, group, head_dim).swapaxes(1, 2)
     rows = (rows * scale).reshape(num_seqs, num_kv_heads, time * group, head_dim)
 
-    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
-        peak, total, sums = carry
+    def step(i: jax.Array, sums: _Sums) -> _Sums:
         logical = walk.first_page[:, None] + i * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None]
-        column = jax.lax.rem(logical, jnp.int32(walk.table.shape[1]))
-        pages = jnp.take_along_axis(walk.table, column, axis=1)
-        is_page = (pages >= 0) & (pages < num_pages)
-        pages = jnp.where(is_page, pages, 0) + offset
+        pages, is_page = _layer_pages(walk.table, logical, num_pages, offset)
         places = logical[:, :1] * page_size + jnp.arange(block, dtype=jnp.int32)[None]
         is_live = jnp.repeat(is_page, page_size, axis=1) & (places < walk.ends[:, None])
-        is_seen = is_live[:, None] & (places[:, None] <= walk.positions[:, :, None])
+        is_seen = is_live[:, None] & (places[:, None] < walk.limits[:, :, None])
         if window is not None:
             is_seen &= places[:, None] > walk.positions[:, :, None] - window
         logits = _logits(rows, _gather(keys, pages))
-        if soft_cap is not None:
-            logits = soft_cap * jnp.tanh(logits / soft_cap)
-        logits = jnp.where(is_seen[:, None], logits, -jnp.inf)
-        new_peak = jnp.maximum(peak, logits.max(-1))
-        shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
-        weights = jnp.exp(logits - shift[..., None])
-        keep = jnp.exp(peak - shift)
-        update = _weighted_sum(weights, _gather(values, pages), is_live)
-        return new_peak, total * keep + weights.sum(-1), sums * keep[..., None] + update
+        return _add(sums, logits, is_seen, _gather(values, pages), is_live, soft_cap)
 
-    shape = (num_seqs, num_kv_heads, time * group)
-    peak = jnp.full(shape, -jnp.inf, jnp.float32)
-    total = jnp.zeros(shape, jnp.float32)
+    sums = _empty((num_seqs, num_kv_heads, time * group), head_dim)
+    if arguments.recent is not None:
+        sums = _own_runs(arguments, rows, walk.positions, num_pages, window=window, soft_cap=soft_cap)
     if sinks is not None:
         sink = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), (1, time))[None]
-        peak = jnp.where((walk.positions >= 0)[:, None], sink, -jnp.inf)
-        total = jnp.where((walk.positions >= 0)[:, None], 1.0, 0.0) * jnp.ones_like(sink)
-    carry = (peak, total, jnp.zeros((*shape, head_dim), jnp.float32))
-    peak, total, sums = jax.lax.fori_loop(jnp.int32(0), walk.num_blocks, step, carry)
-    out = sums / jnp.where(total == 0, 1.0, total)[..., None]
+        sums = _add_sink(sums, jnp.where((walk.positions >= 0)[:, None], sink, -jnp.inf))
+    peak, total, out = jax.lax.fori_loop(jnp.int32(0), walk.num_blocks, step, sums)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
     log_sum = jnp.where(total == 0, -jnp.inf, peak + jnp.log(jnp.where(total == 0, 1.0, total)))
     regroup = functools.partial(_regroup, num_seqs=num_seqs, time=time, num_heads=num_heads)
     return regroup(out).astype(query.dtype), regroup(log_sum)
 
 
+def _empty(rows: tuple[int, ...], head_dim: int) -> _Sums:
+    return _Sums(
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, head_dim), jnp.float32),
+    )
+
+
+def _add(
+    sums: _Sums,
+    logits: Float[Array, "seq kv_head row block"],
+    is_seen: Bool[Array, "seq row block"],
+    values: Pages,
+    is_live: Bool[Array, "seq block"],
+    soft_cap: float | None,
+) -> _Sums:
+    """Take a block of keys and values into the sums."""
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = jnp.where(is_seen[:, None], logits, -jnp.inf)
+    peak = jnp.maximum(sums.peak, logits.max(-1))
+    shift = jnp.where(peak == -jnp.inf, 0.0, peak)
+    weights = jnp.exp(logits - shift[..., None])
+    keep = jnp.exp(sums.peak - shift)
+    update = _weighted_sum(weights, values, is_live)
+    return _Sums(peak, sums.total * keep + weights.sum(-1), sums.values * keep[..., None] + update)
+
+
+def _add_sink(sums: _Sums, sink: Float[Array, "seq kv_head row"]) -> _Sums:
+    """Take a logit without a value into the sums; -inf is none."""
+    peak = jnp.maximum(sums.peak, sink)
+    shift = jnp.where(peak == -jnp.inf, 0.0, peak)
+    keep = jnp.exp(sums.peak - shift)
+    return _Sums(peak, sums.total * keep + jnp.exp(sink - shift), sums.values * keep[..., None])
+
+
+def _own_runs(
+    arguments: PagedArguments,
+    rows: Rows,
+    positions: Int[Array, "seq row"],
+    num_pages: int,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+) -> _Sums:
+    """Return each query's sums over its own run, whose keys are `recent`.
+
+    Queries are cut into pieces of at most a run, each of which reaches into two runs: pieces are sequences of
+    their own here.
+    """
+    recent, span = arguments.recent, arguments.keys.run_slots
+    assert recent is not None
+    assert span is not None
+    num_seqs, num_heads, num_rows, head_dim = rows.shape
+    time = arguments.query.shape[1]
+    group, piece = num_rows // time, min(time, span)
+    num_pieces = -(-time // piece)
+    num_runs = recent.shape[2] // span
+    begins = (arguments.starts - arguments.starts % span)[:, None]
+    begins += span * jnp.arange(num_runs, dtype=jnp.int32)[None]
+    page_size = arguments.values.data.shape[2]
+    logical = jax.lax.div(begins, jnp.int32(page_size))
+    pages, is_page = _layer_pages(arguments.page_table, logical, num_pages, arguments.page_offset)
+    within = jax.lax.div(begins % page_size, jnp.int32(span))
+
+    def reach(array: jax.Array, axis: int = 2) -> jax.Array:
+        """Turn `[seq, run, ...]` into what pieces reach: the first axes become one, runs go along `axis`."""
+        own = array[:, :num_pieces]
+        if num_runs > num_pieces:
+            own = jnp.concatenate([own, array[:, 1:]], axis=axis)
+        return own.reshape(-1, *own.shape[2:])
+
+    def pieces(array: jax.Array, axis: int) -> jax.Array:
+        """Cut the rows of an array into pieces, padded with what sees nothing."""
+        padded = num_pieces * piece * group - num_rows
+        widths = [(0, padded if i == axis else 0) for i in range(array.ndim)]
+        array = jnp.pad(array, widths, constant_values=-1 if array.dtype == jnp.int32 else 0)
+        shape = (*array.shape[:axis], num_pieces, piece * group, *array.shape[axis + 1 :])
+        return jnp.moveaxis(array.reshape(shape), axis, 1).reshape(
+            -1, *shape[1:axis], piece * group, *shape[axis + 2 :]
+        )
+
+    keys = recent.reshape(num_seqs, num_heads, num_runs, span, head_dim).swapaxes(1, 2)
+    places = begins[:, :, None] + jnp.arange(span, dtype=jnp.int32)[None, None]
+    ends = (arguments.starts + arguments.lens)[:, None, None]
+    is_live, places = reach(is_page[..., None] & (places < ends)), reach(places)
+    values = _gather(arguments.values, reach(pages[..., None]), reach(within[..., None]), span)
+    own = pieces(positions, 1)
+    is_seen = is_live[:, None] & (places[:, None] <= own[..., None])
+    is_seen &= places[:, None] // span == own[..., None] // span
+    if window is not None:
+        is_seen &= places[:, None] > own[..., None] - window
+    logits = _logits(pieces(rows, 2), Pages(reach(keys, axis=3).astype(rows.dtype)))
+    sums = _add(_empty(logits.shape[:3], head_dim), logits, is_seen, values, is_live, soft_cap)
+
+    def whole(array: jax.Array) -> jax.Array:
+        """Put the pieces of each sequence together again."""
+        by_piece = array.reshape(num_seqs, num_pieces, num_heads, piece * group, *array.shape[3:])
+        joined = by_piece.swapaxes(1, 2).reshape(num_seqs, num_heads, -1, *array.shape[3:])
+        return joined[:, :, :num_rows]
+
+    return jax.tree.map(whole, sums)
+
+
+def _layer_pages(
+    table: Int[Array, "seq max_pages"],
+    logical: Int[Array, "seq page"],
+    num_pages: int,
+    offset: jax.Array | int,
+) -> tuple[Int[Array, "seq page"], Bool[Array, "seq page"]]:
+    """Return where a sequence's pages lie in the pool, and which of them there are."""
+    column = jax.lax.rem(logical, jnp.int32(table.shape[1]))
+    pages = jnp.take_along_axis(table, column, axis=1)
+    is_page = (pages >= 0) & (pages < num_pages)
+    return jnp.where(is_page, pages, 0) + offset, is_page
+
+
 def _plan(arguments: PagedArguments, block_pages: int, group: int, window: int | None) -> _Walk:
     """Plan the walk; blocks begin at multiples of their size, so that sums do not depend on the step."""
-    query, keys, _, table, starts, lens, _ = arguments
+    query, keys, _, table, starts, lens, *_ = arguments
     block = block_pages * keys.data.shape[2]
     ends = starts + lens
     steps = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
@@ -109,29 +229,50 @@ def _plan(arguments: PagedArguments, block_pages: int, group: int, window: int |
     if window is not None:
         first = jax.lax.div(jnp.maximum(starts - window + 1, 0), jnp.int32(block))
     last = jax.lax.div(ends + jnp.int32(block - 1), jnp.int32(block))
+    positions = jnp.repeat(positions, group, axis=1)
+    # A query's own run is not read from the pages.
+    limits = positions + 1 if keys.run_slots is None else positions - positions % keys.run_slots
     return _Walk(
         table=table,
         first_page=first * block_pages,
         num_blocks=jnp.max(jnp.where(lens > 0, last - first, 0)),
-        positions=jnp.repeat(positions, group, axis=1),
+        positions=positions,
+        limits=limits,
         ends=ends,
     )
 
 
-def _gather(stored: Pages, pages: Int[Array, "seq block_page"]) -> Pages:
-    """Return a block of each sequence as `[seq, kv_head, block, ...]`; the scale of a head is `[kv_head]`."""
+def _gather(
+    stored: Pages,
+    pages: Int[Array, "seq page"],
+    within: Int[Array, "seq page"] | None = None,
+    span: int | None = None,
+) -> Pages:
+    """Return pages of each sequence as `[seq, kv_head, slot, ...]`; the scale of a head is `[kv_head]`.
+
+    Args:
+        stored: where they are taken from.
+        pages: places in the pool.
+        within: the run of `span` slots that is taken of each page; None takes all.
+        span: slots of a run; needs an entry of its own for every slot.
+    """
     _, num_kv_heads, page_size, _ = stored.data.shape
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+    index = pages[:, None, :] * num_kv_heads + heads
+    parts = 1
+    if within is not None and span is not None:
+        parts = page_size // span
+        index = index * parts + within[:, None]
     # Materialized, or XLA's CPU backend computes it anew for every entry that it gathers.
-    index = jax.lax.optimization_barrier(pages[:, None, :] * num_kv_heads + heads)
+    index = jax.lax.optimization_barrier(index)
 
     def take(array: jax.Array) -> jax.Array:
         if array.ndim == 1:
             return array
-        entry = array.shape[3:]
-        flat = array.reshape(-1, page_size, *entry)
-        taken = flat.at[index].get(mode="promise_in_bounds")
-        return taken.reshape(*index.shape[:2], index.shape[2] * page_size, *entry)
+        # Slots, or runs of slots with one scale.
+        size, entry = array.shape[2] // parts, array.shape[3:]
+        taken = array.reshape(-1, size, *entry).at[index].get(mode="promise_in_bounds")
+        return taken.reshape(*index.shape[:2], index.shape[2] * size, *entry)
 
     return jax.tree.map(take, stored)
 
@@ -149,6 +290,8 @@ def _logits(rows: Rows, keys: Pages) -> Float[Array, "seq kv_head row block"]:
     if keys.zero is None:
         logits = jnp.einsum("bkrd,bksd->bkrs", rows, data, preferred_element_type=jnp.float32)
         return logits if keys.scale.ndim == 1 else logits * keys.scale[:, :, None]
+    if keys.run_slots is not None:
+        return _logits_of_runs(rows, data, keys.scale, keys.zero)
     scale, zero = keys.scale.astype(jnp.float32), keys.zero.astype(rows.dtype)
     num_runs = scale.shape[-1]
     runs = rows.reshape(*rows.shape[:-1], num_runs, -1)
@@ -157,6 +300,16 @@ def _logits(rows: Rows, keys: Pages) -> Float[Array, "seq kv_head row block"]:
     logits = (parts * scale.transpose(0, 1, 3, 2)[:, :, :, None]).sum(2)
     shift = runs.astype(jnp.float32).sum(-1).astype(rows.dtype)
     return logits + jnp.einsum("bkrg,bksg->bkrs", shift, zero, preferred_element_type=jnp.float32)
+
+
+def _logits_of_runs(rows: Rows, data: Array, scale: Array, zero: Array) -> Array:
+    """Return the logits where each channel has a scale and a zero point for a run of slots."""
+    num_seqs, num_heads, num_slots, head_dim = data.shape
+    runs = data.reshape(num_seqs, num_heads, scale.shape[2], -1, head_dim)
+    scaled = (rows[:, :, None] * scale.astype(jnp.float32)[:, :, :, None]).astype(rows.dtype)
+    parts = jnp.einsum("bkgrd,bkgsd->bkrgs", scaled, runs, preferred_element_type=jnp.float32)
+    shift = jnp.einsum("bkrd,bkgd->bkrg", rows, zero.astype(rows.dtype), preferred_element_type=jnp.float32)
+    return (parts + shift[..., None]).reshape(*rows.shape[:3], num_slots)
 
 
 def _weighted_sum(

@@ -251,6 +251,21 @@ def test_what_was_overwritten_stays_lost_after_a_truncation():
     assert cache.truncate(jnp.array([9], jnp.int32)).lengths.tolist() == [12]
 
 
+@pytest.mark.parametrize(("length", "left"), [(21, 21), (16, 16), (9, 9), (8, 8), (7, 22), (1, 22), (0, 0)])
+def test_a_truncation_into_a_run_whose_keys_are_encoded_is_refused(length: int, left: int):
+    """Of 22 tokens the keys from position 6 are kept as given: the first whole run of 8 begins at 8."""
+    spec = CacheSpec.create([CacheGroup(1, NUM_HEADS, 8, "int4")], page_size=8)
+    cache, _ = Cache.dense(spec, num_sequences=1, capacity=80).begin(jnp.array([22], jnp.int32), time=22)
+    assert cache.truncate(jnp.array([length], jnp.int32)).lengths.tolist() == [left]
+
+
+def test_a_run_that_was_encoded_stays_so_after_a_truncation():
+    spec = CacheSpec.create([CacheGroup(1, NUM_HEADS, 8, "int4")], page_size=8)
+    cache, _ = Cache.dense(spec, num_sequences=1, capacity=80).begin(jnp.array([22], jnp.int32), time=22)
+    cache = cache.truncate(jnp.array([9], jnp.int32))
+    assert cache.truncate(jnp.array([7], jnp.int32)).lengths.tolist() == [9]
+
+
 @pytest.mark.parametrize(("lens", "dropped"), [(4, 4), (3, 0), (-2, 0)])
 def test_more_tokens_than_the_step_is_wide_are_refused_whole(lens: int, dropped: int):
     cache = advance(make_window(), lens)

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.cache.codec import CODECS, Codec, find_codec
-from jkv.cache.encoding import FP8, decode, encode, hadamard, pack, rotate, unpack
+from jkv.cache.codec import CODECS, Codec, find_codecs
+from jkv.cache.encoding import FP8, Stored, decode, encode, encode_run, hadamard, pack, rotate, unpack
 
 NUM_HEADS = 3
-DYNAMIC = [name for name, codec in CODECS.items() if codec.scaling != "static"]
+# A run of slots is encoded as a whole, the others token by token.
+BY_TOKEN = [name for name, codec in CODECS.items() if codec.scaling != "slots"]
+DYNAMIC = [name for name in BY_TOKEN if CODECS[name].scaling != "static"]
 STATIC = [name for name, codec in CODECS.items() if codec.scaling == "static"]
 # Half a step of the worst entry, as a share of the largest of the head, without rotation.
 STEP = {
@@ -18,7 +20,7 @@ STEP = {
     "int8": 1 / 254,
     "fp8_e4m3": 2**-4,
     "fp8_e5m2": 2**-3,
-    "int4": 1 / 15 + 2**-8,
+    "int4_token": 1 / 15 + 2**-8,
 }
 
 
@@ -55,7 +57,7 @@ def test_an_entry_is_off_by_at_most_half_a_step_of_its_head(name: str, largest: 
     assert STEP[name] == 0 or error.max() > STEP[name] / 4
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", BY_TOKEN)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_what_is_read_back_is_near_what_was_stored(name: str, head_dim: int):
     heads = make_heads(head_dim)
@@ -120,7 +122,7 @@ def test_packing_keeps_every_nibble():
     np.testing.assert_array_equal(unpack(pack(entries)), entries)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", BY_TOKEN)
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_a_page_is_declared_as_it_is_encoded(name: str, head_dim: int):
     codec = CODECS[name]
@@ -133,9 +135,47 @@ def test_a_page_is_declared_as_it_is_encoded(name: str, head_dim: int):
     }
 
 
-@pytest.mark.parametrize(("name", "share"), [("int8", 0.53), ("fp8_e4m3", 0.53), ("int4", 0.32)])
+def read_run(heads: jax.Array) -> np.ndarray:
+    stored = jax.jit(encode_run)(heads)
+    scale, zero = (array[:, None] for array in (stored.scale, stored.zero))
+    return np.asarray(decode(CODECS["int4"], Stored(data=stored.data, scale=scale, zero=zero)))
+
+
+def test_a_channel_of_a_run_is_off_by_at_most_half_a_step_of_its_own():
+    """A channel that is large at every slot costs no other."""
+    heads = jax.random.normal(jax.random.key(0), (3, 32, 64)) * jnp.logspace(-3, 3, 64)
+    span = np.ptp(np.asarray(heads), axis=1, keepdims=True)
+    largest = np.abs(np.asarray(heads)).max(1, keepdims=True)
+    error = np.abs(read_run(heads).astype(np.float64) - heads)
+    assert (error <= span / 30 * (1 + 1e-5) + largest * 2**-7).all()
+    assert (error > span / 60).any(axis=(0, 1)).all()
+
+
+def test_zero_constant_and_non_finite_channels_stay_what_they_are():
+    heads = jnp.zeros((2, 8, 16)).at[:, :, 1].set(3e-4).at[0, 5, 2].set(jnp.nan).at[0, 5, 3].set(jnp.inf)
+    back = read_run(heads)
+    assert not np.isfinite(back[0, :, 2:4]).all(axis=0).any()
+    assert np.isfinite(back[1]).all()
+    assert (back[:, :, [0, *range(4, 16)]] == 0).all()
+    np.testing.assert_allclose(back[:, :, 1], 3e-4, rtol=2**-8)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64])
+def test_a_page_of_runs_is_declared_as_it_is_encoded(page_size: int):
+    codec = CODECS["int4"]
+    span = codec.span(page_size)
+    declared = codec.page_arrays(num_pages=5, num_kv_heads=NUM_HEADS, page_size=page_size, head_dim=80)
+    stored = encode_run(jnp.ones((5, NUM_HEADS, page_size // span, span, 80)))
+    assert declared["scale"].shape == stored.scale.shape
+    assert declared["zero"].shape == stored.zero.shape
+    assert declared["data"].shape == (5, NUM_HEADS, page_size, stored.data.shape[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("int8", 0.53), ("fp8_e4m3", 0.53), ("int4", 0.32), ("int4_token", 0.32)]
+)
 def test_bytes_beside_bfloat16_are_bounded(name: str, share: float):
-    sizes = {"num_pages": 4, "num_kv_heads": 8, "page_size": 16, "head_dim": 128}
+    sizes = {"num_pages": 4, "num_kv_heads": 8, "page_size": 32, "head_dim": 128}
     small, large = (
         sum(array.nbytes for array in CODECS[codec].page_arrays(**sizes).values()) for codec in (name, "bf16")
     )
@@ -144,4 +184,4 @@ def test_bytes_beside_bfloat16_are_bounded(name: str, share: float):
 
 def test_an_unknown_codec_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"codec must be one of f32, .*, got 'int9'; did you mean 'int8'\?"):
-        find_codec("int9")
+        find_codecs("int9")

@@ -49,9 +49,9 @@ def test_what_is_planned_is_what_gets_allocated(codec: str, window: int | None):
     paged = functools.partial(
         Cache.paged, spec, num_sequences=5, capacity=70, num_pages=(7, 3), scales=scales
     )
-    for make, planned in ((dense, spec.dense_bytes(5, 70)), (paged, spec.paged_bytes((7, 3)))):
+    for make, planned in ((dense, spec.dense_bytes(5, 70)), (paged, spec.paged_bytes(5, (7, 3)))):
         cache = jax.eval_shape(make)
-        assert allocated(cache, "keys", "values", "key_scale", "value_scale") == planned
+        assert allocated(cache, "keys", "values", "key_scale", "value_scale", "recent") == planned
         counts = 4 * sum(count.size for count in (cache.lengths, cache.peaks, cache.num_dropped))
         assert allocated(cache, "page_table") + counts == spec.table_bytes(5, 70)
 

@@ -1,0 +1,122 @@
+"""Keys that share scales over runs of slots: how a step meets runs that are not whole yet.
+
+    positions   0 ......... 31 | 32 ........ 63 | 64 .. start .. end
+    stored      encoded        | encoded        | as given (`Pool.recent`), encoded when slot 95 is filled
+
+A query sees the keys of its own run as they were given, and those of earlier runs as they are encoded: what
+it sees does not depend on how the tokens before it were cut into steps. Knows the arrays of one layer.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jkv.cache.encoding import Stored, encode_run, to_bfloat16
+
+
+class WholeRuns(NamedTuple):
+    """The runs that a step's keys lie in.
+
+    Attributes:
+        stored: entries `[seq, slot, kv_head, ...]`, scales and zero points `[seq, run, kv_head, head_dim]`.
+        slots: place of each slot among the layer's pages; -1 where its run is not whole.
+        runs: the same of each run, `page * runs_per_page + run`.
+    """
+
+    stored: Stored
+    slots: Int[Array, "seq slot"]
+    runs: Int[Array, "seq run"]
+
+
+def num_runs(time: int, span: int) -> int:
+    """Return how many runs a step of `time` tokens may touch, wherever it begins."""
+    return 1 if time == 1 else -(-time // span) + 1
+
+
+def keys_as_given(
+    recent: Float[Array, "seq kv_head recent head_dim"],
+    key: Float[Array, "seq time kv_head head_dim"] | None,
+    starts: Int[Array, " seq"],
+    lens: Int[Array, " seq"],
+    *,
+    time: int,
+) -> Float[Array, "seq kv_head slot head_dim"]:
+    """Return the keys at the positions from the first open run on, for all runs that the step may touch.
+
+    Args:
+        recent: each sequence's latest keys, position `p` at `p` modulo their number, two runs; from before
+            the step with `key`, from after it without.
+        key: the step's keys, as bfloat16 holds them; None where `recent` has them.
+        starts: tokens that each sequence held before the step.
+        lens: new tokens.
+        time: width of the step.
+
+    Raises:
+        ValueError: without `key`, a step is wider than what `recent` holds of it.
+    """
+    num_seqs, num_heads, num_recent, head_dim = recent.shape
+    span = num_recent // 2
+    count = num_runs(time, span)
+    if key is None and count > 2:
+        raise ValueError(
+            f"attention that only reads int4 keys takes steps of at most {span} tokens, got {time}; "
+            "give keys and values, or cut the step"
+        )
+    halves = recent.reshape(num_seqs, num_heads, 2, span, head_dim)
+    is_second = (jax.lax.div(starts, jnp.int32(span)) % 2 == 1)[:, None, None, None]
+    first, second = (halves[:, :, half] for half in (0, 1))
+    past = [jnp.where(is_second, second, first)]
+    if count > 1:
+        past.append(jnp.where(is_second, first, second) if key is None else jnp.zeros_like(first))
+    past = jnp.concatenate([*past, *[jnp.zeros_like(first)] * (count - 2)], axis=2)
+    offset = starts % span
+    place = jnp.arange(count * span, dtype=jnp.int32)[None] - offset[:, None]
+    if key is not None:
+        index = jnp.clip(place, 0, time - 1)[:, None, :, None]
+        new = jnp.take_along_axis(key.swapaxes(1, 2), index, axis=2).astype(recent.dtype)
+        past = jnp.where((place < 0)[:, None, :, None], past, new)
+    return jnp.where((place < lens[:, None])[:, None, :, None], past, jnp.zeros((), recent.dtype))
+
+
+def whole_runs(
+    keys: Float[Array, "seq kv_head slot head_dim"],
+    page_table: Int[Array, "seq max_pages"],
+    starts: Int[Array, " seq"],
+    lens: Int[Array, " seq"],
+    *,
+    page_size: int,
+    span: int,
+) -> WholeRuns:
+    """Encode the runs of `keys_as_given`, and find the places of those that the step has filled."""
+    num_seqs, num_heads, num_slots, head_dim = keys.shape
+    count = num_slots // span
+    stored = encode_run(keys.reshape(num_seqs, num_heads, count, span, head_dim))
+    stored = Stored(
+        data=stored.data.reshape(num_seqs, num_heads, num_slots, -1).swapaxes(1, 2),
+        **{name: getattr(stored, name).swapaxes(1, 2) for name in ("scale", "zero")},
+    )
+    begins = (starts - starts % span)[:, None] + span * jnp.arange(count, dtype=jnp.int32)[None]
+    is_whole = (begins + span <= (starts + lens)[:, None]) & (lens > 0)[:, None]
+    column = jax.lax.div(begins, jnp.int32(page_size)) % page_table.shape[1]
+    pages = jnp.take_along_axis(page_table, column, axis=1)
+    firsts = jnp.where(is_whole, pages * page_size + begins % page_size, -1)
+    within = jnp.arange(span, dtype=jnp.int32)[None, None]
+    slots = jnp.where(firsts[..., None] >= 0, firsts[..., None] + within, -1)
+    runs = jnp.where(firsts >= 0, jax.lax.div(firsts, jnp.int32(span)), -1)
+    return WholeRuns(stored, slots.reshape(num_seqs, num_slots), runs)
+
+
+def recent_slots(
+    positions: Int[Array, "seq time"], ends: Int[Array, " seq"], *, span: int, is_valid: Array
+) -> Int[Array, "seq time"]:
+    """Return the place of each new key among all sequences' recent ones; -1 where a later one is kept."""
+    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+    is_kept = is_valid & (positions >= ends[:, None] - 2 * span)
+    return jnp.where(is_kept, rows * 2 * span + positions % (2 * span), -1)
+
+
+def rounded(key: Float[Array, "*rows head_dim"]) -> Float[Array, "*rows head_dim"]:
+    """Return keys as `Pool.recent` holds them."""
+    return to_bfloat16(key.astype(jnp.float32)).astype(jnp.bfloat16)
