@@ -140,7 +140,7 @@ CODECS: dict[str, Codec] = {
     "int4_token": Codec("int4", "channels", is_rotated=True),
 }
 # Keys have channels that are large at every token; values do not, and are better off in runs of channels.
-_OF_VALUES = {"int4": "int4_token"}
+OF_VALUES = {"int4": "int4_token"}
 
 
 def find_codecs(name: str, value_name: str | None = None) -> tuple[Codec, Codec]:
@@ -150,7 +150,7 @@ def find_codecs(name: str, value_name: str | None = None) -> tuple[Codec, Codec]
         ValueError: a name is unknown.
     """
     value_name = name if value_name is None else value_name
-    return _find(name), _find(_OF_VALUES.get(value_name, value_name))
+    return _find(name), _find(OF_VALUES.get(value_name, value_name))
 
 
 def _find(name: str) -> Codec:

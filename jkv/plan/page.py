@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jkv.cache.codec import CODECS, MAX_SPAN
+from jkv.cache.codec import CODECS, MAX_SPAN, MIN_SPAN, OF_VALUES
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.config import SizesSection
 from jkv.plan.decoder import cache_groups, parameters
@@ -51,6 +51,8 @@ def page(models: Mapping[str, SizesSection], settings: Settings) -> str:
             name: {"bits": _ENTRY_BITS[codec.entry], "scaling": codec.scaling}
             for name, codec in CODECS.items()
         },
+        "of_values": OF_VALUES,
+        "min_span": MIN_SPAN,
         "max_span": MAX_SPAN,
         "max_chunk": spec.max_chunk,
         "presets": {name: _preset(sizes) for name, sizes in models.items()},

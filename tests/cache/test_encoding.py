@@ -143,7 +143,7 @@ def read_run(heads: jax.Array) -> np.ndarray:
 
 def test_a_channel_of_a_run_is_off_by_at_most_half_a_step_of_its_own():
     """A channel that is large at every slot costs no other."""
-    heads = jax.random.normal(jax.random.key(0), (3, 32, 64)) * jnp.logspace(-3, 3, 64)
+    heads = jax.random.normal(jax.random.key(0), (3, 32, 64)) * jnp.logspace(-3, 3, 64)[None, None]
     span = np.ptp(np.asarray(heads), axis=1, keepdims=True)
     largest = np.abs(np.asarray(heads)).max(1, keepdims=True)
     error = np.abs(read_run(heads).astype(np.float64) - heads)

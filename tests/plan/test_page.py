@@ -78,6 +78,8 @@ STATES = [
     make_state(s=700, l=32, w=4096),
     make_state(l=61, h=1, d=512, r=64, k="int8"),
     make_state(l=61, h=1, d=512, r=64, k="f32", hbm=1),
+    make_state(page=8, k="int4", v="int4"),
+    make_state(l=61, h=1, d=512, r=64, k="int4"),
 ]
 
 
@@ -94,7 +96,9 @@ def open_page(folder: Path, states: list[dict[str, Any]]) -> list[dict[str, Any]
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_the_page_computes_what_python_computes(tmp_path):
-    found = open_page(tmp_path, [*STATES, make_state(d=127, k="int4", v="int4")])
+    found = open_page(
+        tmp_path, [*STATES, make_state(d=127, k="int4", v="int4"), make_state(page=4, k="int4")]
+    )
     for state, shown in zip(STATES, found, strict=False):
         spec = make_spec(state, state["k"], state["v"])
         assert int(shown["cache"]) == spec.dense_bytes(state["b"], state["s"])
@@ -103,9 +107,12 @@ def test_the_page_computes_what_python_computes(tmp_path):
         assert int(shown["fits"]) == room // spec.bytes_for(state["s"])
         planned = {name: make_spec(state, name, name).dense_bytes(state["b"], state["s"]) for name in CODECS}
         assert {name: int(size) for name, size in shown["codecs"].items()} == planned
-    refused, *moved = found[len(STATES) :]
+    refused, small, *moved = found[len(STATES) :]
     assert refused["refusal"] == "head_dim must be even for int4, two entries a byte, got 127"
     assert (refused["cache"], refused["codecs"]["int4"]) == ("", "")
+    with pytest.raises(ValueError, match="int4 keys need") as refusal:
+        make_spec(make_state(page=4), "int4", "bf16")
+    assert small["refusal"] == str(refusal.value)
     fewer, layers, int8, preset, wrong = moved
     assert "b=7&" in fewer["hash"]
     # The tenth stop of the layers' slider is ten layers.
