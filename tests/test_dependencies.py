@@ -22,7 +22,7 @@ def make_packages(folder: Path, module: str, line: str) -> None:
     """Lay out packages that keep every contract but for one line in one module."""
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     cache = ("__init__", "allocator", "codec", "spec")
-    plan = ("__init__", "capacity", "decoder", "lengths", "page")
+    plan = ("__init__", "capacity", "decoder", "lengths", "page", "plot")
     files = (
         "axes.py",
         "ops.py",

@@ -26,6 +26,7 @@ from jkv.plan.decoder import cache_groups, parameters
 from jkv.plan.lengths import LengthMix, one_length, read_mix
 from jkv.plan.model import sizes_of
 from jkv.plan.page import Settings, page
+from jkv.plan.plot import plot
 
 _PAGE_SIZES = (16, 64, 256)
 _UNITS = {"": 1, "B": 1} | {
@@ -80,6 +81,8 @@ class Arguments:
     """New tokens of a step on a device, of prompts' chunks; a window keeps room for them."""
     json: Flag = False
     """Print one JSON object."""
+    plot: Path | None = None
+    """File that gets a picture, as plan.png; needs --hbm and matplotlib."""
     html: Path | None = None
     """File that gets a page with the same arithmetic to play with; may be given alone."""
 
@@ -93,6 +96,8 @@ def run(argv: Sequence[str]) -> None:
         return
     shown = plan(arguments)
     print(json.dumps(shown) if arguments.json else describe(shown))
+    if arguments.plot is not None:
+        print(f"wrote {arguments.plot}", file=sys.stderr)
     if arguments.html is not None:
         write_page(arguments.html, make_settings(arguments, shown))
 
@@ -128,6 +133,8 @@ def plan(arguments: Arguments) -> dict[str, Any]:
     deployment = make_deployment(arguments)
     ways = deployment.mesh.shards("kv_head")
     hbm = None if arguments.hbm is None else parse_bytes(arguments.hbm)
+    if hbm is None and arguments.plot is not None:
+        raise ValueError("--plot needs --hbm, the memory that it draws against")
     if hbm is None and arguments.batch is None:
         raise ValueError("--hbm or --batch must be given: the memory to fill, or the sequences to hold")
     if not 0 <= arguments.reserve < 1:
@@ -140,6 +147,8 @@ def plan(arguments: Arguments) -> dict[str, Any]:
     pages = sorted({*_PAGE_SIZES, spec.page_size})
     dynamic = [name for name, codec in CODECS.items() if codec.scaling != "static"]
     found = [] if hbm is None else choices(deployment, hbm - reserve, dynamic, pages)
+    if arguments.plot is not None and hbm is not None:
+        plot(arguments.plot, deployment, memory=hbm, budget=hbm - reserve, found=found)
     sizes = deployment.sizes
     return {
         "model": arguments.model,

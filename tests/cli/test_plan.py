@@ -1,3 +1,8 @@
+import re
+import shlex
+import sys
+from pathlib import Path
+
 import pytest
 
 from jkv.cli.inspect import inspect
@@ -68,6 +73,7 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
     ("argv", "message"),
     [
         ((*BARE,), "--hbm or --batch must be given"),
+        ((*BARE, "--batch", "1", "--plot", "x.png"), "--plot needs --hbm"),
         ((*BARE, "--hbm", "80 apples"), "--hbm must be bytes, as 141GB, 80GiB or 16e9, got '80 apples'"),
         ((*BARE, "--hbm", "0GB"), "got '0GB'"),
         ((*BARE, "--batch", "1", "--model", "qwen3-8b"), "drop --layers"),
@@ -102,8 +108,32 @@ def test_a_preset_of_the_working_folder_needs_sizes(refusal, run_json, tmp_path,
     assert shown["bytes_per_token"] == 2 * 8 * 128 * 2
 
 
+def test_a_plan_is_drawn(run_jkv, tmp_path):
+    file = tmp_path / "plan.png"
+    run_jkv("plan", *BARE, "--hbm", "141GB", "--plot", file)
+    head = file.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(head[16:20]), int.from_bytes(head[20:24])) == (1500, 675)
+
+
+def test_a_plot_without_matplotlib_is_refused(refusal, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = refusal("plan", *BARE, "--hbm", "141GB", "--plot", tmp_path / "plan.png")
+    assert said == "jkv: a plot needs matplotlib, got none; pip install 'jkv[plot]'"
+
+
 def test_a_wrong_line_of_a_mix_is_named(refusal, tmp_path):
     mix = tmp_path / "mix.txt"
     mix.write_text("8192 1\nlong 2\n")
     said = refusal("plan", "--model", "qwen3-8b", "--batch", "1", "--context-mix", mix)
     assert f"{mix}:2: must be a length and its share" in said
+
+
+def test_the_plan_in_the_docs_is_what_the_command_prints(run_jkv, monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    (shown,) = re.findall(
+        r"^```\n\$ jkv (.*?)\n(.*?)^```$", (root / "docs/capacity.md").read_text(), re.M | re.S
+    )
+    command, printed = shown
+    assert run_jkv(*shlex.split(command)) == printed
