@@ -2,8 +2,12 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from .compare import assert_close
 from .histories import Form, History
@@ -84,3 +88,83 @@ def test_a_history_gives_what_dense_attention_gives(form: Form):
 @pytest.mark.parametrize("form", pairwise(AXES), ids=name)
 def test_a_history_gives_what_dense_attention_gives_in_every_codec(form: Form):
     assert_history_holds(form)
+
+
+NUM_ROWS = 3
+LENS = st.lists(st.integers(0, 8), min_size=NUM_ROWS, max_size=NUM_ROWS)
+CUTS = st.lists(st.integers(0, 40), min_size=NUM_ROWS, max_size=NUM_ROWS)
+ROWS = st.lists(st.integers(0, NUM_ROWS - 1), min_size=NUM_ROWS, max_size=NUM_ROWS)
+
+
+class Histories(RuleBasedStateMachine):
+    """Appends, truncations, forks and clears in any order; all appends of a form are one program."""
+
+    form = Form("dense", head_dim=16, heads=(2, 1))
+    make: type[History] = History
+
+    def __init__(self):
+        super().__init__()
+        self.history = self.make(self.form)
+        # The most tokens that each row has held: a window has overwritten what lies too far behind.
+        self.peaks = [0] * NUM_ROWS
+        self.append([8, 5, 2])
+
+    def lengths(self) -> list[int]:
+        return [heads.shape[1] for heads in self.history.heads]
+
+    @rule(lens=LENS)
+    def append(self, lens: list[int]):
+        capacity = self.form.pages_per_row * self.form.page_size
+        lens = [min(new, capacity - length) for new, length in zip(lens, self.lengths(), strict=True)]
+        if any(lens):
+            assert_close(*self.history.append(lens, self.form.page_size), self.form.tolerance)
+            self.peaks = list(map(max, self.peaks, self.lengths()))
+
+    @rule(cuts=CUTS)
+    def truncate(self, cuts: list[int]):
+        self.history.truncate([max(pair) for pair in zip(cuts, self.least_cuts(), strict=True)])
+
+    def least_cuts(self) -> list[int]:
+        """Return the shortest lengths at which a next token still finds its window."""
+        if self.form.window is None:
+            return [0] * NUM_ROWS
+        num_kept = self.history.width * self.form.page_size
+        return [peak - num_kept + self.form.window - 1 if peak > num_kept else 0 for peak in self.peaks]
+
+    @rule(rows=ROWS)
+    def fork(self, rows: list[int]):
+        self.history.fork(rows)
+        self.peaks = [self.peaks[row] for row in rows]
+
+    @rule(row=st.integers(0, NUM_ROWS - 1))
+    def clear(self, row: int):
+        self.history.clear(row)
+        self.peaks[row] = 0
+
+
+SEARCH = settings(deadline=None, max_examples=25, stateful_step_count=15, derandomize=True, database=None)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("paged", "int8/int4", head_dim=16, heads=(2, 1)),
+        Form("paged_window", "f32", head_dim=16, heads=(2, 1), pages_per_row=8),
+        Form("window", "int8", head_dim=16, heads=(2, 1), pages_per_row=8),
+    ],
+    ids=name,
+)
+def test_any_history_gives_what_dense_attention_gives(form: Form):
+    run_state_machine_as_test(type("Any", (Histories,), {"form": form}), settings=SEARCH)
+
+
+class MovesLengthsAlone(History):
+    def fork(self, rows: list[int]) -> None:
+        self.cache = self.cache.replace(lengths=self.cache.lengths[jnp.array(rows)])
+        self.heads = [self.heads[row] for row in rows]
+
+
+def test_the_model_catches_a_fork_that_copies_nothing():
+    search = settings(SEARCH, phases=[Phase.generate], max_examples=100)
+    with pytest.raises(AssertionError, match="relative error"):
+        run_state_machine_as_test(type("Faulty", (Histories,), {"make": MovesLengthsAlone}), settings=search)
