@@ -246,6 +246,7 @@ def test_check_notices_books_that_do_not_balance(defect):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_the_books_balance_through_500_events(page_size: int):
+    """B18: requests are admitted, finished and aborted at random."""
     allocator, draw = make_allocator(32), random.Random(18)
     sequences: list[list[int]] = []
     for _ in range(500):

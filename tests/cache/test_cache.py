@@ -135,10 +135,10 @@ def test_a_layer_writes_its_own_pages_only(layer: int):
 
 @pytest.mark.parametrize(("page", "rows", "time"), [(99, 1, 1), (4, 2, 1), (-1, 1, 1), (-1, 1, 3), (4, 1, 3)])
 def test_a_page_id_outside_the_layer_writes_nothing(page: int, rows: int, time: int):
-    """Page 4 of the first of two layers is page 0 of the second."""
+    """B15: page 4 of the first of two layers is page 0 of the second."""
     cache = make_cache(rows=rows, capacity=4 // rows, num_layers=2)
     pool = cache.pools[0]
-    assert pool.num_pages == 4
+    assert (pool.num_pages, pool.keys.data.shape[0]) == (4, 8)
     cache = cache.replace(pools=(pool.replace(page_table=jnp.full_like(pool.page_table, page)),))
     after = write(cache, make_rows(rows, time), jnp.full(rows, min(time, 2), jnp.int32))
     assert np.isnan(after.pools[0].keys.data).all()
@@ -158,6 +158,7 @@ def test_a_step_that_its_pages_have_no_room_for_is_refused():
 
 @pytest.mark.parametrize(("lengths", "left"), [(0, 0), (3, 3), (5, 3), (3 - 5, 0)])
 def test_truncation_leaves_at_most_what_was_there_and_never_less_than_nothing(lengths: int, left: int):
+    """B05: cut to nothing, to what is there and past it, and rewound by more than there is."""
     cache = write(make_cache(), make_rows(1, 3), jnp.array([3], jnp.int32))
     cut = cache.truncate(jnp.array([lengths], jnp.int32))
     assert cut.lengths.tolist() == [left]
