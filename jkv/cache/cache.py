@@ -138,7 +138,7 @@ class Cache(State):
         make = _maker(spec, num_sequences, capacity, tuple(num_pages), sharding)
         return make(_check_scales(spec, scales))
 
-    def assign(self, tables: Sequence[Int[Array, "seq max_pages"]]) -> "Cache":
+    def assign(self, tables: Sequence[Int[Array, "seq _"]]) -> "Cache":
         """Return the cache with other page tables, one a group; -1 is no page.
 
         Raises:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.cache import Cache
 from jkv.decode.batch import Prompts
-from jkv.decode.generate import Decoding, make_cache
+from jkv.decode.generate import Decoding, make_full_cache
 from jkv.decode.loop import check_logits
 from jkv.decode.platform import PlatformJit
 from jkv.decode.score import check_finite, losses, measure, read_rows, steps
@@ -77,7 +77,7 @@ def compare(base: Decoding, other: Decoding, tokens: Prompts, *, chunk: int = 64
         ValueError: as `score`.
     """
     ids = read_rows(base, tokens, chunk)
-    caches = [make_cache(decoding, ids.tolist(), max_new_tokens=1) for decoding in (base, other)]
+    caches = [make_full_cache(decoding, ids.tolist(), max_new_tokens=1) for decoding in (base, other)]
     pieces = []
     for step in steps(ids, chunk):
         *piece, caches = compare_chunk(base.step, base.weights, caches, *step, vocab_size=base.vocab_size)

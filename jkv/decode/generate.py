@@ -6,6 +6,7 @@ Knows no text: `jkv.decode.text` turns tokens into it.
 import functools
 import reprlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -17,9 +18,11 @@ import numpy as np
 
 from jkv.cache.cache import Cache, Scales
 from jkv.cache.spec import CacheSpec
-from jkv.decode.batch import DEFAULT_BUCKETS, Prompts, chunks, read_prompts, round_capacity
-from jkv.decode.loop import FINISH_REASONS, NOT_FINITE, RUNNING, STOP, DecodeState, decode, prefill, start
+from jkv.decode.batch import DEFAULT_BUCKETS, Prompts, read_prompts, round_capacity
+from jkv.decode.loop import FINISH_REASONS, NOT_FINITE, RUNNING, WAITING, DecodeState
+from jkv.decode.pages import CachePlan, NumPages, PageBooks, plan_cache
 from jkv.decode.params import SamplingParams, require_whole
+from jkv.decode.running import RunningBatch, place
 from jkv.decode.sampling import Sampler
 from jkv.models.step import StepFunction
 from jkv.sharding import Sharding
@@ -38,6 +41,8 @@ class Decoding:
         vocab_size: columns of the logits.
         stop_ids: tokens that end a sequence; the token itself is the last one returned.
         capacity: tokens that a sequence may hold; None is the least that serves each call.
+        num_pages: pages of each cache group's pool, which all sequences share and those that it has no room
+            for wait for; "auto" is what all take at once. None gives every sequence pages of its own.
         buckets: widths of prefill steps.
         sharding: where the cache lives; None is one device.
         scales: for each cache group those of keys and values, where their codec is static.
@@ -49,6 +54,7 @@ class Decoding:
     vocab_size: int
     stop_ids: tuple[int, ...] = ()
     capacity: int | None = None
+    num_pages: NumPages = None
     buckets: tuple[int, ...] = DEFAULT_BUCKETS
     sharding: Sharding | None = None
     scales: Scales | None = None
@@ -66,6 +72,8 @@ class Decoding:
                 )
         if self.capacity is not None:
             require_whole("capacity", self.capacity, at_least=1, unit=" token")
+        if self.num_pages not in (None, "auto"):
+            require_whole("num_pages", self.num_pages, at_least=1, unit=" page")
         if not self.buckets:
             raise ValueError("buckets must have a width of prefill steps, got none; leave them out")
         for width in self.buckets:
@@ -114,6 +122,8 @@ def generate(
 ) -> list[Generation]:
     """Return the continuation of each prompt, decoded in one `while_loop` on the device.
 
+    Where sequences wait for pages the loop returns to the host when one ends.
+
     Args:
         decoding: the model and its cache.
         prompts: token ids, in lists or in the rows of an array; lengths may differ.
@@ -125,9 +135,11 @@ def generate(
         ValueError: a prompt is empty, too long or holds an unknown id, another argument cannot be honoured,
             or the logits are not finite or not `vocab_size` wide.
     """
-    state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    state = decode(decoding.step, decoding.weights, state, int(max_new_tokens))
-    return results(state)
+    batch = open_batch(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    while batch.admit():
+        batch.advance(int(max_new_tokens))
+        batch.tell(jax.device_get(batch.state.finish))
+    return results(batch.state)
 
 
 class Stream:
@@ -136,7 +148,6 @@ class Stream:
     The device runs one step ahead of the host. `stop` ends a sequence early, with reason `stop`.
 
     Attributes:
-        state: the latest decode state; of a sequence that runs it holds one token more than has come.
         step_seconds: host time between the arrivals of tokens, one a step; the first is the prefill's.
     """
 
@@ -150,23 +161,36 @@ class Stream:
         seed: int = 0,
     ):
         self._clock = time.perf_counter()
-        self.decoding = decoding
-        self.state = begin(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+        self._batch = open_batch(
+            decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
+        )
+        self._batch.admit()
+        self._num_come = np.zeros(len(self._batch.finish), int)
         self.step_seconds: list[float] = []
-        # Why sequences ended, as far as the host has been told.
-        self._finish = np.full(self.state.finish.shape, RUNNING)
+
+    @property
+    def state(self) -> DecodeState:
+        """The latest decode state; of a sequence that runs it holds one token more than has come."""
+        return self._batch.state
+
+    @property
+    def books(self) -> PageBooks | None:
+        """Who holds which pages of the pool; None where every sequence owns its pages."""
+        return self._batch.books
 
     def __iter__(self) -> Iterator[StepResult]:
-        while (was_running := self._finish == RUNNING).any():
+        while self._batch.admit():
+            was_running = self._batch.finish == RUNNING
             latest = _latest(self.state)
             # Queued before the host reads this step's tokens, so that the device does not wait for it.
-            self.state = decode(self.decoding.step, self.decoding.weights, self.state, 1)
+            self._batch.advance(1)
             tokens, logprobs, finish = jax.device_get(latest)
             now = time.perf_counter()
             self.step_seconds.append(now - self._clock)
             self._clock = now
             _check_finite(finish)
-            self._finish = np.array(finish)
+            self._num_come += was_running
+            self._batch.tell(finish)
             yield _step_result(tokens, logprobs, finish, was_running)
 
     def stop(self, sequence: int) -> None:
@@ -175,13 +199,10 @@ class Stream:
         Raises:
             ValueError: there is no such sequence.
         """
-        require_whole("sequence", sequence, at_least=0, at_most=len(self._finish) - 1)
-        if self._finish[sequence] != RUNNING:
-            return
-        self._finish[sequence] = STOP
-        # A step brings each running sequence one token; the one that the device is ahead by is dropped.
-        num_new = self.state.num_new.at[sequence].set(len(self.step_seconds))
-        self.state = self.state.replace(finish=self.state.finish.at[sequence].set(STOP), num_new=num_new)
+        require_whole("sequence", sequence, at_least=0, at_most=len(self._num_come) - 1)
+        if self._batch.finish[sequence] in (RUNNING, WAITING):
+            # The token that the device is ahead by is dropped.
+            self._batch.stop(sequence, num_new=int(self._num_come[sequence]))
 
 
 def begin(
@@ -193,6 +214,29 @@ def begin(
     seed: int = 0,
 ) -> DecodeState:
     """Prefill the prompts, sample each sequence's first token, and return the state that `decode` takes.
+
+    Sequences that share a pool have all the pages that they will need.
+
+    Raises:
+        ValueError: as `generate`, or the pool cannot hold all sequences at once.
+    """
+    batch = open_batch(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    if batch.books is not None:
+        batch.books.plan.require_room()
+    batch.admit()
+    batch.reserve(int(max_new_tokens))
+    return batch.state
+
+
+def open_batch(
+    decoding: Decoding,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    seed: int = 0,
+) -> RunningBatch:
+    """Return the prompts as a batch on the device, all of whose sequences wait.
 
     Raises:
         ValueError: as `generate`.
@@ -210,62 +254,88 @@ def begin(
             f"sampling must be one for all or one a prompt, got {len(params)} for {rows} prompts"
         )
     sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=sequences, base_seed=seed)
-    cache = make_cache(decoding, sequences, max_new_tokens)
-    place = functools.partial(_place, sharding=decoding.sharding)
-    logits = place(jnp.zeros((rows, decoding.vocab_size), jnp.float32), ("seq", "vocab"))
-    for chunk in chunks(sequences, decoding.buckets):
-        tokens, lens = place((chunk.tokens, chunk.lens))
-        logits, cache = prefill(decoding.step, decoding.weights, cache, tokens, lens, logits)
+    put = functools.partial(place, sharding=decoding.sharding)
     history = (rows, round_capacity(max_new_tokens, 16))
     top = (*history, sampler.num_logprobs)
     of_rows = {
         "sampler": sampler,
         "token": jnp.zeros(rows, jnp.int32),
         "num_new": jnp.zeros(rows, jnp.int32),
-        "finish": jnp.full(rows, RUNNING, jnp.int32),
+        "finish": jnp.full(rows, WAITING, jnp.int32),
         "limits": jnp.full(rows, max_new_tokens, jnp.int32),
         "new_tokens": jnp.zeros(history, jnp.int32),
         "logprobs": jnp.zeros(history, jnp.float32),
         "top_tokens": jnp.zeros(top, jnp.int32),
         "top_logprobs": jnp.zeros(top, jnp.float32),
     }
-    stop_ids = place(np.asarray(decoding.stop_ids or (-1,), np.int32), (None,))
-    state = DecodeState(cache=cache, stop_ids=stop_ids, **place(of_rows))
-    return start(state, logits)
-
-
-def _place(tree: Any, axes: tuple[str | None, ...] = ("seq",), *, sharding: Sharding | None) -> Any:
-    """Put a tree of arrays, all with these logical first axes, on the mesh."""
-    if sharding is None:
-        return jax.tree.map(jnp.asarray, tree)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, sharding.named(*axes, *[None] * (leaf.ndim - len(axes)))), tree
+    return RunningBatch(
+        decoding.step,
+        decoding.weights,
+        DecodeState(
+            cache=make_cache(decoding, sequences, max_new_tokens),
+            stop_ids=put(np.asarray(decoding.stop_ids or (-1,), np.int32), (None,)),
+            **put(of_rows),
+        ),
+        sequences,
+        open_books(decoding, sequences, max_new_tokens),
+        buckets=decoding.buckets,
+        vocab_size=decoding.vocab_size,
+        sharding=decoding.sharding,
     )
 
 
 def make_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Cache:
-    """Return an empty cache for the prompts and their continuations; its capacity is checked first.
+    """Return an empty cache for the prompts and their continuations; its sizes are checked first.
 
     Raises:
-        ValueError: the longest prompt and its new tokens do not fit in `decoding.capacity`.
+        ValueError: the longest prompt and its new tokens do not fit in the capacity or the pool.
     """
-    longest = max(len(prompt) for prompt in prompts)
-    # The last new token is never written: nothing follows that would attend to it.
-    needed = longest + max_new_tokens - 1
-    capacity = decoding.capacity
-    if capacity is None:
-        capacity = round_capacity(needed, decoding.spec.page_size)
-    elif needed > capacity:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones need a capacity of {needed} tokens, "
-            f"got {capacity}; shorten them or raise the capacity"
-        )
-    return Cache.dense(
+    plan = plan_decoding(decoding, prompts, max_new_tokens)
+    options: dict[str, Any] = {
+        "num_sequences": len(prompts),
+        "capacity": plan.capacity,
+        "scales": decoding.scales,
+        "sharding": decoding.sharding,
+    }
+    if plan.num_pages is None:
+        return Cache.dense(decoding.spec, **options)
+    return Cache.paged(decoding.spec, num_pages=plan.num_pages, **options)
+
+
+def make_full_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Cache:
+    """Return an empty cache in which every sequence has the pages for all its tokens.
+
+    Raises:
+        ValueError: as `make_cache`, or the pool cannot hold all sequences at once.
+    """
+    books = open_books(decoding, prompts, max_new_tokens)
+    if books is None:
+        return make_cache(decoding, prompts, max_new_tokens)
+    books.plan.require_room()
+    for row, prompt in enumerate(prompts):
+        assert books.start(row)
+        books.extend(row, len(prompt) + max_new_tokens)
+    cache = make_cache(decoding, prompts, max_new_tokens)
+    return cache.assign(place(books.tables(), ("seq", None), sharding=decoding.sharding))
+
+
+def open_books(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> PageBooks | None:
+    """Return the books of the cache that `make_cache` returns; None where every sequence owns its pages."""
+    plan = plan_decoding(decoding, prompts, max_new_tokens)
+    if plan.num_pages is None:
+        return None
+    return PageBooks(plan, [len(prompt) + max_new_tokens - 1 for prompt in prompts])
+
+
+def plan_decoding(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> CachePlan:
+    """Return the sizes of the cache for the prompts; see `plan_cache`."""
+    return plan_cache(
         decoding.spec,
-        num_sequences=len(prompts),
-        capacity=capacity,
-        scales=decoding.scales,
-        sharding=decoding.sharding,
+        Counter(map(len, prompts)),
+        max_new_tokens,
+        capacity=decoding.capacity,
+        num_pages=decoding.num_pages,
+        num_shards=decoding.sharding.size("seq") if decoding.sharding else 1,
     )
 
 

@@ -16,7 +16,7 @@ from jkv.decode.sampling import Sampler, sample
 from jkv.models.step import StepFunction
 from jkv.pytree import State, pytree
 
-RUNNING, STOP, LENGTH, NOT_FINITE = range(4)
+RUNNING, STOP, LENGTH, NOT_FINITE, WAITING = range(5)
 FINISH_REASONS = {STOP: "stop", LENGTH: "length"}
 
 
@@ -29,7 +29,7 @@ class DecodeState(State):
         sampler: parameters, keys and counts; see `jkv.decode.sampling`.
         token: the last sampled token, the next step's input.
         num_new: tokens sampled so far.
-        finish: why a sequence ended, or RUNNING.
+        finish: why a sequence ended; RUNNING, or WAITING where it has not started.
         limits: new tokens that each sequence may have.
         stop_ids: tokens that end a sequence; -1 is none.
         new_tokens: the sampled tokens, `num_new` of each row.
@@ -88,49 +88,64 @@ def check_logits(logits: jax.Array, shape: tuple[int, ...]) -> None:
 
 
 @functools.partial(PlatformJit, donate_argnames="state")
-def start(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
-    """Sample the first new token of each sequence from `prefill`'s logits. Consumes `state`."""
-    return _take(state, logits)
+def start(
+    state: DecodeState, logits: Float[Array, "seq vocab"], is_fresh: Bool[Array, " seq"]
+) -> DecodeState:
+    """Sample the first new token of each fresh sequence from `prefill`'s logits. Consumes `state`."""
+    finish = jnp.where(is_fresh, jnp.int32(RUNNING), state.finish)
+    return _take(state.replace(finish=finish), logits, is_fresh)
 
 
 @functools.partial(PlatformJit, static_argnames="step", donate_argnames="state")
 def decode(
-    step: StepFunction, weights: Any, state: DecodeState, num_steps: Int[Array, ""] | int
+    step: StepFunction,
+    weights: Any,
+    state: DecodeState,
+    num_steps: Int[Array, ""] | int,
+    until_end: Bool[Array, ""] | bool = False,
 ) -> DecodeState:
     """Take at most `num_steps` steps, fewer when every sequence ends. Consumes `state`.
 
-    `num_steps` is traced: one program serves a whole generation and a single step.
+    With `until_end` the end of one sequence is enough: another may be waiting for its pages. Both are traced:
+    one program serves a whole generation and a single step.
     """
+    num_running = state.is_running.sum()
 
     def is_unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         count, state = carry
-        return (count < num_steps) & state.is_running.any()
+        num_left = state.is_running.sum()
+        has_ended = jnp.logical_and(until_end, num_left < num_running)
+        return (count < num_steps) & (num_left > 0) & ~has_ended
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         count, state = carry
         cache, batch = state.cache.begin(state.is_running.astype(jnp.int32), time=1)
         logits, cache = step(weights, state.token[:, None], cache, batch)
-        return count + 1, _take(state.replace(cache=cache), logits)
+        return count + 1, _take(state.replace(cache=cache), logits, state.is_running)
 
     return jax.lax.while_loop(is_unfinished, body, (jnp.int32(0), state))[1]
 
 
-def _take(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
-    """Sample one token of each running sequence, record it, and end the sequences that it ends.
+def _take(
+    state: DecodeState, logits: Float[Array, "seq vocab"], is_taken: Bool[Array, " seq"]
+) -> DecodeState:
+    """Sample one token of each sequence in `is_taken`, record it, and end the sequences that it ends.
 
     On a mesh with Explicit axes the compiler places what sampling computes; the state keeps its placement.
     """
     axes = jax.typeof(logits).sharding.mesh.explicit_axes
     if not axes:
-        return _sampled(state, logits)
+        return _sampled(state, logits, is_taken)
     placement = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding, state)
     placed: Any = jax.sharding.auto_axes(_sampled, axes=axes, out_sharding=placement)
-    return placed(state, logits)
+    return placed(state, logits, is_taken)
 
 
-def _sampled(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeState:
-    draw, sampler = sample(logits, state.sampler, state.is_running)
-    is_kept = state.is_running & draw.is_finite
+def _sampled(
+    state: DecodeState, logits: Float[Array, "seq vocab"], is_taken: Bool[Array, " seq"]
+) -> DecodeState:
+    draw, sampler = sample(logits, state.sampler, is_taken)
+    is_kept = is_taken & draw.is_finite
     rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
     # A row that takes no token writes past the end, which drops it.
     column = jnp.where(is_kept, state.num_new, state.new_tokens.shape[1])
@@ -147,9 +162,9 @@ def _sampled(state: DecodeState, logits: Float[Array, "seq vocab"]) -> DecodeSta
 
     return state.replace(
         sampler=sampler,
-        token=draw.tokens,
+        token=jnp.where(is_taken, draw.tokens, state.token),
         num_new=num_new,
-        finish=jnp.where(state.is_running, finish, state.finish).astype(jnp.int32),
+        finish=jnp.where(is_taken, finish, state.finish).astype(jnp.int32),
         new_tokens=record(state.new_tokens, draw.tokens),
         logprobs=record(state.logprobs, draw.logprobs),
         top_tokens=record(state.top_tokens, draw.top_tokens),

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.cache.cache import Cache
 from jkv.decode.batch import Prompts, read_prompts
-from jkv.decode.generate import Decoding, make_cache
+from jkv.decode.generate import Decoding, make_full_cache
 from jkv.decode.loop import check_logits
 from jkv.decode.params import require_whole
 from jkv.decode.platform import PlatformJit
@@ -55,7 +55,7 @@ def score(decoding: Decoding, tokens: Prompts, *, chunk: int = 256, keep_logits:
             not `vocab_size` wide.
     """
     ids = read_rows(decoding, tokens, chunk)
-    cache = make_cache(decoding, ids.tolist(), max_new_tokens=1)
+    cache = make_full_cache(decoding, ids.tolist(), max_new_tokens=1)
     nll, logits = [], []
     for step in steps(ids, chunk):
         losses, kept, cache = score_chunk(
