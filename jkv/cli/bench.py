@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from jkv.cache.spec import CacheSpec
 from jkv.cli.fits import check_length, check_memory
 from jkv.cli.options import Flag, ModelOptions, parse, resolve, show_progress
-from jkv.decode.configured import configured_spec, load_configured, make_decoding
+from jkv.decode.configured import configured_plan, load_configured, make_decoding
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
 from jkv.models.weights.model import open_model
@@ -68,7 +69,7 @@ class Measurement:
         step_ms: one decode step, a loop's time over its steps.
         prefill_tokens_per_second: prompt tokens of all sequences.
         tokens_per_second: new tokens of all sequences.
-        bytes_per_step: weights and the cache's live tokens.
+        bytes_per_step: weights and the cache's live tokens, those that a window sees.
         bandwidth_share: of the copy bandwidth, if a step moves each byte once.
     """
 
@@ -95,7 +96,9 @@ def run(argv: Sequence[str]) -> None:
     sizes = open_model(config.model.path).config
     longest = max(contexts) + arguments.steps
     check_length(sizes, longest, remedy=" with the steps; lower --context")
-    check_memory(config, configured_spec(config, sizes), num_sequences=max(batches), num_tokens=longest)
+    plan = configured_plan(config, sizes, {max(contexts): max(batches)}, arguments.steps + 1)
+    check_memory(config, plan)
+    plan.require_room()
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
         decoding = make_decoding(config, model)
@@ -146,8 +149,7 @@ def measure(
     once()
     prefills, steps = zip(*(once() for _ in range(num_repeats)), strict=True)
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(decoding.weights))
-    live_tokens = batch * (context + num_steps // 2)
-    bytes_per_step = weight_bytes + live_tokens * decoding.spec.bytes_per_token
+    bytes_per_step = weight_bytes + batch * live_bytes(decoding.spec, context + num_steps // 2)
     prefill, step = _sample(prefills), _sample(steps)
     return Measurement(
         batch=batch,
@@ -158,6 +160,14 @@ def measure(
         tokens_per_second=1e3 * batch / step.median,
         bytes_per_step=bytes_per_step,
         bandwidth_share=1e3 * bytes_per_step / step.median / bandwidth,
+    )
+
+
+def live_bytes(spec: CacheSpec, num_tokens: int) -> int:
+    """Return the bytes that a step reads of the cache of a sequence."""
+    return sum(
+        min(num_tokens, group.window or num_tokens) * group.page_bytes(spec.page_size) // spec.page_size
+        for group in spec.groups
     )
 
 

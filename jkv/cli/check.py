@@ -116,10 +116,20 @@ def _cache(config: DecodeConfig, model: ModelConfig) -> str:
     spec = configured_spec(config, model)
     lines = [f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page"]
     longest = max(config.engine.prefill_buckets)
-    lines += [_group(model, **group) for group in describe_groups(model, spec, max_chunk=longest)]
+    groups = describe_groups(model, spec, max_chunk=longest)
+    lines += [_group(model, **group) for group in groups]
+    sequences = config.engine.max_sequences
+    if cache.num_pages != "auto":
+        # No group gets more pages than its tables can name.
+        tokens = model.max_length if cache.capacity == "auto" else cache.capacity
+        rows = sequences // mesh.shards("page")
+        pools = [min(cache.num_pages, rows * spec.pages_for(tokens, index)) for index in range(len(groups))]
+        pages = " and ".join(f"{mesh.shards('page') * pool:,}" for pool in pools)
+        lines.append(f"  a pool of {pages} pages: {_bytes(mesh.shards('page') * spec.paged_bytes(pools))}")
+        on_device = spec.split_heads(mesh.shards("kv_head")).paged_bytes(pools)
+        return "\n".join([*lines, f"  on a device: {_bytes(on_device)}", ""])
     if cache.capacity == "auto":
         return "\n".join([*lines, "  a sequence holds its prompt and new tokens", ""])
-    sequences = config.engine.max_sequences
     total = spec.dense_bytes(sequences, cache.capacity)
     on_device = spec.split_heads(mesh.shards("kv_head")).dense_bytes(
         sequences // mesh.shards("page"), cache.capacity

@@ -4,15 +4,16 @@ Knows sizes; reads no tensor.
 """
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from jkv.cache.spec import CacheSpec
 from jkv.config import ConfigError, DecodeConfig, Place, Problem
-from jkv.decode.batch import read_prompts, round_capacity
-from jkv.decode.configured import configured_spec
+from jkv.decode.batch import read_prompts
+from jkv.decode.configured import configured_plan
+from jkv.decode.pages import CachePlan
 from jkv.models.families import ModelConfig
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -26,8 +27,8 @@ def check_tokens(
     *,
     remedy: str,
     max_chunk: int | None = None,
-) -> None:
-    """Refuse prompts that cannot be decoded, or whose cache the memory cannot hold.
+) -> CachePlan:
+    """Return the sizes of the prompts' cache; refuse what cannot be decoded or held in memory.
 
     Args:
         config: the cache and the mesh.
@@ -38,14 +39,15 @@ def check_tokens(
         max_chunk: tokens of the longest step; None is the widest of a prefill.
 
     Raises:
-        ValueError: an id is unknown, or the prompts do not fit the model, the mesh or the memory.
+        ValueError: an id is unknown, or the prompts do not fit the model, the mesh, the cache or the memory.
     """
     read_prompts(prompts, vocab_size=model.vocab_size)
-    needed = max(map(len, prompts)) + num_new
-    check_length(model, needed, remedy=remedy)
+    check_length(model, max(map(len, prompts)) + num_new, remedy=remedy)
     check_divides(config, model, num_sequences=len(prompts))
-    spec = configured_spec(config, model, max_chunk=max_chunk)
-    check_memory(config, spec, num_sequences=len(prompts), num_tokens=needed)
+    # A score reads what follows the last token, as if it were one new token.
+    plan = configured_plan(config, model, Counter(map(len, prompts)), max(num_new, 1), max_chunk=max_chunk)
+    check_memory(config, plan)
+    return plan
 
 
 def check_length(model: ModelConfig, num_tokens: int, *, remedy: str) -> None:
@@ -76,24 +78,17 @@ def check_divides(config: DecodeConfig, model: ModelConfig, *, num_sequences: in
         raise ConfigError(problems)
 
 
-def check_memory(config: DecodeConfig, spec: CacheSpec, *, num_sequences: int, num_tokens: int) -> None:
-    """Refuse a cache that is larger than the memory it would lie in.
-
-    Args:
-        config: the cache and the mesh.
-        spec: from `configured_spec`.
-        num_sequences: rows of the batch.
-        num_tokens: that each must hold, where the configured capacity is auto.
-    """
-    cache, mesh = config.cache, config.mesh
-    capacity = round_capacity(num_tokens, cache.page_size) if cache.capacity == "auto" else cache.capacity
-    needed = spec.dense_bytes(num_sequences, capacity)
-    available = _memory_bytes(mesh.shards("page") * mesh.shards("kv_head"))
-    if available is not None and needed > available:
-        raise ValueError(
-            f"the cache must fit in the memory of {available:,} bytes, got {needed:,} bytes for "
-            f"{num_sequences:,} sequences of {capacity:,} tokens; lower the number, --capacity or the page"
-        )
+def check_memory(config: DecodeConfig, plan: CachePlan) -> None:
+    """Refuse a cache that is larger than the memory of the mesh's devices."""
+    available = _memory_bytes(config.mesh.shards("page") * config.mesh.shards("kv_head"))
+    if available is None or plan.nbytes <= available:
+        return
+    pages = "" if plan.num_pages is None else f" from a pool of {plan.num_pages[0]:,} pages"
+    raise ValueError(
+        f"the cache must fit in the memory of {available:,} bytes, got {plan.nbytes:,} bytes for "
+        f"{plan.num_sequences:,} sequences of {plan.capacity:,} tokens{pages}; "
+        "lower the number, --capacity, --num-pages or the page"
+    )
 
 
 def _memory_bytes(num_shards: int) -> int | None:

@@ -25,8 +25,9 @@ from jkv.cli.options import (
 )
 from jkv.config import DecodeConfig
 from jkv.decode.configured import end_ids, load_configured, make_decoding, make_sampling
+from jkv.decode.generate import check_stop_ids
 from jkv.decode.params import SamplingParams
-from jkv.decode.text import TextGeneration, TextStream
+from jkv.decode.text import TextGeneration, TextStream, check_stop_strings
 from jkv.models.load import LanguageModel, load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import resolve_model
@@ -107,9 +108,13 @@ def run(argv: Sequence[str]) -> None:
     location = resolve_model(config.model.path)
     tokenizer = find_tokenizer(location) if arguments.prompt_tokens else load_tokenizer(location)
     texts, prompts = read_prompts(arguments, tokenizer)
+    sizes = open_model(location.path).config
+    sampling.check(sizes.vocab_size)
+    check_stop_ids(arguments.stop_token_ids, sizes.vocab_size)
+    check_stop_strings(arguments.stop, tokenizer)
     check_tokens(
         config,
-        open_model(location.path).config,
+        sizes,
         prompts,
         config.engine.sampling.max_new_tokens,
         remedy=" with the new ones; shorten the prompt or lower --max-new-tokens",
@@ -130,9 +135,9 @@ def run(argv: Sequence[str]) -> None:
         display.step(step.pieces, step.finish_reasons)
     generations = stream.generations()
     if arguments.json:
-        cache_bytes = stream.cache_bytes
-        for text, prompt, generation in zip(texts, prompts, generations, strict=True):
-            print(json.dumps(describe(text, prompt, generation, cache_bytes, arguments.logprobs)))
+        pages = stream.pages and [{"peak": peak, "pool": pool} for peak, pool in stream.pages]
+        for row in zip(texts, prompts, generations, stream.cache_bytes, strict=True):
+            print(json.dumps(describe(*row, arguments.logprobs) | {"pages": pages}))
     elif tokenizer is None:
         for generation in generations:
             print(",".join(map(str, generation.tokens)))
@@ -199,7 +204,7 @@ def describe(
         text: the prompt; None where it was ids.
         prompt: its token ids.
         generation: its continuation.
-        cache_bytes: bytes of its cache.
+        cache_bytes: bytes of its pages.
         logprobs: likeliest tokens listed for each place; None leaves log-probabilities out.
     """
     first, *rest = (1e3 * second for second in generation.seconds)

@@ -31,6 +31,7 @@ _KEYS = {
     "weights": "model.weights",
     "page_size": "cache.page-size",
     "capacity": "cache.capacity",
+    "num_pages": "cache.num-pages",
     "codec": "cache.codec",
     "value_codec": "cache.value-codec",
     "window_codec": "cache.window-codec",
@@ -55,6 +56,8 @@ class ModelOptions:
     """Tokens of a page."""
     capacity: int | None = None
     """Tokens that a sequence may hold; its prompt and new tokens if left out."""
+    num_pages: int | None = None
+    """Pages of the pool that sequences share, with --cache paged; what they need if left out."""
     codec: CodecName | None = None
     """How keys are stored, and values unless --value-codec says otherwise."""
     value_codec: CodecName | None = None

@@ -20,6 +20,7 @@ from jkv.cli.options import Flag, ModelOptions, check_output, parse, read_text, 
 from jkv.config import UncalibratedCodec
 from jkv.decode.compare import Comparison, compare
 from jkv.decode.configured import load_configured, make_decoding
+from jkv.decode.params import require_whole
 from jkv.decode.score import Score, score
 from jkv.models.load import load_tokenizer
 from jkv.models.weights.locate import resolve_model
@@ -52,11 +53,12 @@ class Arguments(ModelOptions):
 def run(argv: Sequence[str]) -> None:
     """Score as the command line says, and print the result."""
     arguments, overrides = parse(Arguments, argv, "score")
+    require_whole("--chunk", arguments.chunk, at_least=1, unit=" token")
     config = resolve(arguments, overrides)
     if arguments.logits is not None:
         check_output("--logits", arguments.logits)
     tokens = read_tokens(arguments, config.model.path)
-    check_tokens(
+    plan = check_tokens(
         config,
         open_model(config.model.path).config,
         tokens.tolist(),
@@ -64,6 +66,7 @@ def run(argv: Sequence[str]) -> None:
         remedy="; give --max-tokens",
         max_chunk=arguments.chunk,
     )
+    plan.require_room()
     if arguments.compare is not None and arguments.logits is not None:
         raise ValueError("--compare and --logits exclude each other, got both")
     with show_progress(f"loading {config.model.path}") as show:

@@ -44,25 +44,35 @@ class CacheSection(Section):
     """How keys and values are kept.
 
     Attributes:
-        layout: dense keeps every token; window keeps of each layer with a window no more than that sees.
+        layout: dense keeps every token in pages of the sequence's own; window does too, but of layers with a
+            window no more than they see; paged is as window, from a pool that all sequences share.
         page_size: tokens of a page.
         capacity: tokens a sequence may hold; auto is its prompt and new tokens.
+        num_pages: pages of the pool, of each group of layers, for layout paged; auto is what the batch needs.
         codec: how keys are stored, and values unless they have a codec of their own.
         value_codec: how values are stored; null is as keys.
         window_codec: how layers with a window store keys and values; null is as the other layers.
         scales: file of calibrated scales, which the static codecs need.
     """
 
-    layout: Literal["dense", "window"]
+    layout: Literal["dense", "paged", "window"]
     page_size: Count = 16
     capacity: Count | Literal["auto"] = "auto"
+    num_pages: Count | Literal["auto"] = "auto"
     codec: CodecName = "f32"
     value_codec: CodecName | None = None
     window_codec: CodecName | None = None
     scales: Text | None = None
 
     def conflicts(self) -> list[Conflict]:
-        """There are scales where a codec needs them, and nowhere else."""
+        """A shared pool alone has a number of pages, and codecs that need scales alone have them."""
+        found = self._scale_conflicts()
+        if self.layout != "paged" and self.num_pages != "auto":
+            reason = f'must be auto for layout {self.layout}, got {self.num_pages}; choose layout "paged"'
+            found.append((("num_pages",), reason))
+        return found
+
+    def _scale_conflicts(self) -> list[Conflict]:
         codecs = [codec for codec in (self.codec, self.value_codec, self.window_codec) if codec is not None]
         needs_scales = not set(codecs).isdisjoint(get_args(CalibratedCodec))
         if needs_scales and self.scales is None:

@@ -3,9 +3,10 @@
 Knows what the sections mean; the parts know nothing of configurations.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jkv.cache.cache import Scales
 from jkv.cache.spec import CacheSpec
 from jkv.config import CacheSection, DecodeConfig, MeshSection
 from jkv.decode.generate import Decoding
+from jkv.decode.pages import CachePlan, plan_cache
 from jkv.decode.params import SamplingParams
 from jkv.decode.scales import read_scales
 from jkv.models.decoder import cache_spec
@@ -65,15 +67,14 @@ def make_decoding(
     Raises:
         ValueError: as `configured_spec`, or the machine has fewer devices than the mesh.
     """
-    engine, cache = config.engine, config.cache
     return Decoding(
         step=model.step,
         weights=model.weights,
         spec=configured_spec(config, model.config, max_chunk=max_chunk),
         vocab_size=model.config.vocab_size,
         stop_ids=tuple(stop_ids),
-        capacity=None if cache.capacity == "auto" else cache.capacity,
-        buckets=engine.prefill_buckets,
+        **_limits(config.cache),
+        buckets=config.engine.prefill_buckets,
         sharding=make_sharding(config.mesh),
         scales=configured_scales(config),
     )
@@ -115,6 +116,31 @@ def configured_spec(config: DecodeConfig, model: ModelConfig, *, max_chunk: int 
         window_codec=cache.window_codec,
         max_chunk=None if cache.layout == "dense" else longest,
     )
+
+
+def configured_plan(
+    config: DecodeConfig,
+    model: ModelConfig,
+    prompts: Mapping[int, int],
+    max_new_tokens: int,
+    *,
+    max_chunk: int | None = None,
+) -> CachePlan:
+    """Return the sizes of the cache that the configuration gives a batch; see `plan_cache`.
+
+    Raises:
+        ValueError: as `configured_spec` and `plan_cache`.
+    """
+    spec = configured_spec(config, model, max_chunk=max_chunk)
+    limits = _limits(config.cache)
+    return plan_cache(spec, prompts, max_new_tokens, **limits, num_shards=config.mesh.shards("seq"))
+
+
+def _limits(cache: CacheSection) -> dict[str, Any]:
+    return {
+        "capacity": None if cache.capacity == "auto" else cache.capacity,
+        "num_pages": cache.num_pages if cache.layout == "paged" else None,
+    }
 
 
 def _refuse_windows(cache: CacheSection) -> None:

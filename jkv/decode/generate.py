@@ -65,11 +65,7 @@ class Decoding:
         for name in ("stop_ids", "buckets"):
             if not isinstance(getattr(self, name), Sequence):
                 raise ValueError(f"{name} must be a list of whole numbers, got {getattr(self, name)!r}")
-        for token in self.stop_ids:
-            if not isinstance(token, Integral) or not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"stop tokens must be in the vocabulary [0, {self.vocab_size}), got {token!r}"
-                )
+        check_stop_ids(self.stop_ids, self.vocab_size)
         if self.capacity is not None:
             require_whole("capacity", self.capacity, at_least=1, unit=" token")
         if self.num_pages not in (None, "auto"):
@@ -78,6 +74,13 @@ class Decoding:
             raise ValueError("buckets must have a width of prefill steps, got none; leave them out")
         for width in self.buckets:
             require_whole("a width in buckets", width, at_least=1, unit=" token")
+
+
+def check_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for the first stop token that the vocabulary does not have."""
+    for token in stop_ids:
+        if not isinstance(token, Integral) or not 0 <= token < vocab_size:
+            raise ValueError(f"stop tokens must be in the vocabulary [0, {vocab_size}), got {token!r}")
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,13 @@ class Stream:
     def books(self) -> PageBooks | None:
         """Who holds which pages of the pool; None where every sequence owns its pages."""
         return self._batch.books
+
+    def cache_bytes(self, sequence: int) -> int:
+        """Return the bytes of a sequence's pages: its own, or the most that it has held of the pool."""
+        if self.books is not None:
+            return self.books.row_bytes(sequence)
+        cache = self.state.cache
+        return cache.spec.dense_bytes(1, cache.capacity)
 
     def __iter__(self) -> Iterator[StepResult]:
         while self._batch.admit():

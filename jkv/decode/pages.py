@@ -38,11 +38,16 @@ class CachePlan:
     num_shards: int
 
     @property
+    def pool_pages(self) -> tuple[int, ...]:
+        """Pages of each group's pool in all shards; none where every sequence owns its pages."""
+        return tuple(self.num_shards * pages for pages in self.num_pages or ())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the pools."""
         if self.num_pages is None:
             return self.spec.dense_bytes(self.num_sequences, self.capacity)
-        return self.spec.paged_bytes([self.num_shards * pages for pages in self.num_pages])
+        return self.spec.paged_bytes(self.pool_pages)
 
     def require_room(self) -> None:
         """Refuse a pool that cannot hold all sequences at once, where none can wait.

@@ -37,7 +37,7 @@ class TextGeneration:
         logprobs: log-probability of each token under the model's raw logits.
         top_logprobs: for each token's place, the likeliest tokens and their log-probabilities.
         finish_reason: `stop` or `length`; None if the stream was left early.
-        seconds: host time that each token took; the first is the prefill's.
+        seconds: host time that each token took; the first is all until it came.
     """
 
     text: str | None
@@ -78,13 +78,7 @@ class TextStream:
         stop_strings: Sequence[str] = (),
         seed: int = 0,
     ):
-        is_list = isinstance(stop_strings, Sequence) and not isinstance(stop_strings, str)
-        if not is_list or not all(isinstance(stop, str) for stop in stop_strings):
-            raise ValueError(f"stop_strings must be a list of texts, got {reprlib.repr(stop_strings)}")
-        if stop_strings and tokenizer is None:
-            raise ValueError(
-                f"stop strings need a model with a tokenizer, got {list(stop_strings)} without one"
-            )
+        check_stop_strings(stop_strings, tokenizer)
         rows = read_prompts(prompts, vocab_size=decoding.vocab_size)
         self._rows = [_Row(_TextEnd(tokenizer, stop_strings) if tokenizer else None) for _ in rows]
         self._stream = Stream(decoding, rows, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
@@ -95,10 +89,15 @@ class TextStream:
             yield TextStep(pieces, tuple(row.finish_reason for row in self._rows))
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of keys and values that one sequence's cache takes."""
-        cache = self._stream.state.cache
-        return cache.spec.dense_bytes(1, cache.capacity)
+    def cache_bytes(self) -> list[int]:
+        """Bytes of each sequence's pages: its own, or the most that it has held of a shared pool."""
+        return [self._stream.cache_bytes(index) for index in range(len(self._rows))]
+
+    @property
+    def pages(self) -> list[tuple[int, int]] | None:
+        """The most pages held at once, and all of the pool, in each cache group; None without a pool."""
+        books = self._stream.books
+        return None if books is None else list(zip(books.peaks, books.plan.pool_pages, strict=True))
 
     def generations(self) -> list[TextGeneration]:
         """Return what the sequences have generated so far."""
@@ -107,11 +106,11 @@ class TextStream:
         return [
             TextGeneration(
                 text=None if row.end is None else "".join(row.pieces),
-                tokens=generation.tokens[: row.num_tokens],
-                logprobs=generation.logprobs[: row.num_tokens],
-                top_logprobs=generation.top_logprobs[: row.num_tokens],
+                tokens=generation.tokens[: len(row.seconds)],
+                logprobs=generation.logprobs[: len(row.seconds)],
+                top_logprobs=generation.top_logprobs[: len(row.seconds)],
                 finish_reason=row.finish_reason,
-                seconds=tuple(self._stream.step_seconds[: row.num_tokens]),
+                seconds=tuple(row.seconds),
             )
             for row, generation in arrived
         ]
@@ -121,7 +120,8 @@ class TextStream:
         row, token = self._rows[index], step.tokens[index]
         if token is None:
             return ""
-        row.num_tokens += 1
+        # The first token has taken all the time until it came, a wait for pages included.
+        row.seconds.append(self._stream.step_seconds[-1] if row.seconds else sum(self._stream.step_seconds))
         row.finish_reason = step.finish_reasons[index]
         if row.end is None:
             return ""
@@ -131,6 +131,15 @@ class TextStream:
             self._stream.stop(index)
         row.pieces.append(piece)
         return piece
+
+
+def check_stop_strings(stop_strings: Sequence[str], tokenizer: Tokenizer | None) -> None:
+    """Raise ValueError unless the stop strings are texts, and there is a tokenizer where there are any."""
+    is_list = isinstance(stop_strings, Sequence) and not isinstance(stop_strings, str)
+    if not is_list or not all(isinstance(stop, str) for stop in stop_strings):
+        raise ValueError(f"stop_strings must be a list of texts, got {reprlib.repr(stop_strings)}")
+    if stop_strings and tokenizer is None:
+        raise ValueError(f"stop strings need a model with a tokenizer, got {list(stop_strings)} without one")
 
 
 class _TextEnd:
@@ -159,5 +168,5 @@ class _Row:
 
     end: _TextEnd | None
     pieces: list[str] = field(default_factory=list)
-    num_tokens: int = 0
+    seconds: list[float] = field(default_factory=list)
     finish_reason: str | None = None

@@ -23,9 +23,21 @@ def test_a_batch_is_measured_at_every_context(run_json, tiny):
     assert first["bytes_per_step"] > 127_424 * 4
 
 
+def test_a_window_bounds_the_bytes_of_a_step(run_json, tiny):
+    flags = ("--batch", "2", "--context", "20", "--steps", 4, "--repeats", 1, "--cache", "paged", "--json")
+    (shown,) = run_json("bench", "decode", "--model", tiny.parent / "mistral_sliding", *flags)
+    (one,) = shown["measurements"]
+    assert one["step_ms"]["median"] > 0
+    assert one["bytes_per_step"] == 127_424 * 4 + 2 * 16 * 2 * 3 * 2 * 8 * 4
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            ("--batch", "4", "--context", "60", "--cache", "paged", "--num-pages", "6"),
+            "the 4 sequences need 8 pages at once, got a pool of 6",
+        ),
         (("--context", "510"), "the model reads at most 512 tokens, got 526 with the steps"),
         (("--batch", "1000000000", "--context", "16"), "the cache must fit in the memory of"),
         (("--batch", "1,x"), "--batch must be positive numbers with commas"),

@@ -84,6 +84,18 @@ def test_groups_of_layers_show_what_a_window_saves():
     assert f"{windowed}dense {512 * layer:,} bytes, window {4 * 48 * layer:,} bytes\n" in shown
 
 
+def test_a_pool_has_the_bytes_of_its_pages():
+    flags = ["--cache", "paged", "--cache.num-pages", "40", "--cache.page-size", "8"]
+    shown = check("smollm2-cpu", flags, model=replace(make_model(), windows=(None, 8, 8)))
+    layer = 8 * 2 * 4 * 4 * 4
+    # The widest step has 512 tokens: a window keeps all of a sequence of 128.
+    assert f"  a pool of 40 and 40 pages: {40 * 3 * layer:,} bytes\n" in shown
+    flags += ["--engine.prefill-buckets", "8"]
+    shown = check("smollm2-cpu", flags, model=replace(make_model(), windows=(None, 8, 8)))
+    # Eight sequences of a window of 8 tokens and a step of 8.
+    assert f"  a pool of 40 and 16 pages: {(40 + 2 * 16) * layer:,} bytes\n" in shown
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -29,6 +29,7 @@ def test_json_tells_tokens_times_and_bytes_of_each_prompt(run_json, tiny, refere
         assert 0 < one["itl_ms"]["p50"] <= one["itl_ms"]["p95"]
         assert one["tokens_per_second"] > 0
         assert one["cache_bytes"] == 64 * 2 * 3 * 2 * 8 * 4
+        assert one["pages"] is None
         assert [place["top"][0]["token"] for place in one["logprobs"]] == one["tokens"]
         assert [len(place["top"]) for place in one["logprobs"]] == [2] * 16
 
@@ -50,6 +51,20 @@ def test_a_window_s_layers_keep_no_more_than_it(run_json, tiny):
     shown = run_json(*GREEDY, "--model", model, *flags, "--prompt-tokens", *(ids(row[:40]) for row in rows))
     assert [one["tokens"] for one in shown] == [row[40:] for row in rows]
     assert {one["cache_bytes"] for one in shown} == {(16 + 8) * 2 * 3 * 2 * 8 * 4}
+
+
+def test_a_pool_serves_prompts_of_different_lengths(run_json, tiny, reference):
+    prompts = [reference[0][:40], reference[1][:40], reference[0][:41]]
+    flags = ("--cache", "paged", "--page-size", 8, "--num-pages", 14, "--json")
+    shown = run_json(*GREEDY, "--model", tiny, *flags, "--prompt-tokens", *map(ids, prompts))
+    for one, row in zip(shown, (*reference, reference[0]), strict=True):
+        written = one["prompt_tokens"] + one["tokens"]
+        assert written[: len(row)] == row[: len(written)]
+        assert one["num_new_tokens"] == 16
+        # 55 or 56 tokens are 7 pages: two sequences run, and one waits.
+        assert one["cache_bytes"] == 7 * 8 * 2 * 3 * 2 * 8 * 4
+        assert one["pages"] == [{"peak": 14, "pool": 14}]
+    assert shown[2]["ttft_ms"] > shown[0]["ttft_ms"]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,7 @@ def test_a_window_s_layers_keep_no_more_than_it(run_json, tiny):
         (("--prompt-tokens", "1", "--temperature", "-1"), "engine.sampling.temperature"),
         (("--prompt-tokens", "1", "--top-p", "0"), "engine.sampling.top_p"),
         (("--prompt-tokens", "1", "--temprature", "1"), "--temprature: is not a flag"),
+        (("--prompt-tokens", "1", "--num-pages", "8"), "cache.num_pages: must be auto for layout dense, got"),
         (("--prompt-tokens", "1", "--cache", "window"), "cache layout window needs a model whose layers"),
         (("--prompt-tokens", *["1"] * 9), "a batch holds 8 sequences, got 9 prompts"),
         (("--prompt-tokens", "1,2", "--capacity", "2", "--max-new-tokens", "2"), "need a capacity of 3"),
@@ -136,12 +152,24 @@ def test_a_prompts_file_without_text_is_refused(refusal, talking_tiny, tmp_path,
     assert refusal("generate", "--model", talking_tiny, "--prompts", file) == f"jkv: {file} {message}"
 
 
-def test_prompts_are_checked_before_weights_are_read(refusal, copy_of_tiny):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prompt-tokens", ""), "prompt 0 is empty"),
+        (("--prompt-tokens", "1,320"), "outside the vocabulary"),
+        (("--stop-token-ids", "320"), "stop tokens must be in the vocabulary [0, 320), got 320"),
+        (("--stop", "x"), "stop strings need a model with a tokenizer"),
+        (("--logit-bias", "320=1"), "a token id in logit_bias must be from 0 to 319, got 320"),
+        (("--capacity", "2"), "a prompt of 1 tokens and 128 new ones need a capacity of 128 tokens, got 2"),
+        (("--cache", "paged", "--num-pages", "1"), "need 2 pages of 64 tokens, got a pool of 1"),
+    ],
+)
+def test_a_request_is_checked_before_weights_are_read(refusal, copy_of_tiny, flags, message):
     tensors = safetensors.numpy.load_file(copy_of_tiny / "model.safetensors")
     tensors["model.norm.weight"][0] = np.nan
     safetensors.numpy.save_file(tensors, copy_of_tiny / "model.safetensors")
-    for prompt, message in (("", "prompt 0 is empty"), ("1,320", "outside the vocabulary")):
-        assert message in refusal("generate", "--model", copy_of_tiny, "--prompt-tokens", prompt)
+    prompt = () if flags[0] == "--prompt-tokens" else ("--prompt-tokens", "1")
+    assert message in refusal("generate", "--model", copy_of_tiny, *prompt, *flags)
 
 
 def test_all_that_a_mesh_does_not_divide_is_told_at_once(capsys, tiny):

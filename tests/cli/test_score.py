@@ -43,6 +43,22 @@ def test_scores_and_logits_are_the_reference_s(run_json, tiny, reference, tokens
     assert relative_error(logits, reference["logits"]) < 1e-4
 
 
+@pytest.mark.parametrize("cache", ["paged", "window"])
+def test_a_cache_of_another_layout_gives_the_same_scores(run_json, tiny, tmp_path, cache):
+    model = tiny.parent / "mistral_sliding"
+    arrays = dict(np.load(model / "reference.npz"))
+    np.savez(tmp_path / "tokens.npz", tokens=arrays["tokens"])
+    flags = ("--tokens", tmp_path / "tokens.npz", "--cache", cache, "--page-size", 4, "--chunk", 7, "--json")
+    (shown,) = run_json("score", "--model", model, *flags)
+    assert relative_error(np.array(shown["nll"]), expected_nll(arrays)) < 1e-4
+
+
+def test_a_pool_that_cannot_hold_all_rows_is_refused(refusal, tiny, tokens_file):
+    flags = ("--cache", "paged", "--page-size", 8, "--num-pages", 9)
+    said = refusal("score", "--model", tiny, "--tokens", tokens_file, *flags)
+    assert "the 2 sequences need 10 pages at once, got a pool of 9; raise num_pages" in said
+
+
 def test_the_first_tokens_alone_are_scored(run_jkv, tiny, reference, tokens_file):
     shown = run_jkv("score", "--model", tiny, "--tokens", tokens_file, "--max-tokens", 20)
     lines = dict(line.rsplit(maxsplit=1) for line in shown.splitlines())

@@ -149,4 +149,15 @@ def test_text_iterated_again_goes_on_and_ends():
 
 def test_cache_bytes_are_those_of_whole_pages():
     stream = make_stream("a", max_new_tokens=9)
-    assert stream.cache_bytes == 16 * 2 * 4 * 4
+    assert stream.cache_bytes == [16 * 2 * 4 * 4]
+    assert stream.pages is None
+
+
+def test_a_sequence_that_waits_has_waited_for_its_first_token():
+    # Of 2 + 6 - 1 tokens, one page each: the second starts when the first has ended.
+    stream = make_stream("ab", "kl", decoding=make_decoding(num_pages=1))
+    streamed, (first, second) = run(stream)
+    assert streamed == ["cdefgh", "mnopqr"]
+    assert second.seconds[0] > sum(first.seconds)
+    assert stream.cache_bytes == [8 * 2 * 4 * 4] * 2
+    assert stream.pages == [(1, 1)]
