@@ -28,6 +28,7 @@ class Memory:
         cache: keys and values that queries see, and calibrated scales.
         rounding: slots of the pages beyond them: a last page's rest, what a window keeps for its next step.
         padding: what the layout's device adds to pages.
+        recent: each sequence's latest keys as they were given, where a codec waits for more of them.
         tables: page tables, lengths, peaks and counts of refused tokens.
         activations: of a step's tokens, where a layer holds most: in its attention or its MLP.
         workspace: what attention holds beside them; 0 where the MLP is wider.
@@ -38,6 +39,7 @@ class Memory:
     cache: int
     rounding: int
     padding: int
+    recent: int
     tables: int
     activations: int
     workspace: int
@@ -76,14 +78,17 @@ class Deployment:
         rows = -(-num_sequences // self.mesh.shards("page"))
         spec = self.spec.split_heads(self.mesh.shards("kv_head"))
         seen = ceil(rows * self.mix.mean(lambda length: _seen_bytes(spec, length)))
-        pages = ceil(rows * self.mix.mean(replace(spec, layout="plain").bytes_for))
-        padded = ceil(rows * self.mix.mean(spec.bytes_for))
+        pages, padded = (
+            ceil(rows * self.mix.mean(one.bytes_for)) - rows * one.bytes_per_sequence
+            for one in (replace(spec, layout="plain"), spec)
+        )
         activations, workspace = self._step_bytes(spec, rows)
         return Memory(
             weights=self._weight_bytes(),
             cache=seen + spec.scale_bytes,
             rounding=pages - seen,
             padding=padded - pages,
+            recent=rows * spec.bytes_per_sequence,
             tables=spec.table_bytes(rows, self.mix.longest),
             activations=activations,
             workspace=workspace,

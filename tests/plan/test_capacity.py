@@ -61,6 +61,14 @@ def test_a_window_bounds_what_a_sequence_holds():
     assert memory.cache + memory.rounding == 3 * 128 * spec.bytes_per_token
 
 
+def test_pools_are_the_cache_s_own_sum():
+    spec = CacheSpec.create([CacheGroup(80, 8, 80, "int4", window=200)], page_size=16, layout="tpu")
+    memory = make_deployment(333, spec=spec).memory(7)
+    assert memory.recent == 7 * spec.bytes_per_sequence > 0
+    parts = memory.cache + memory.rounding + memory.padding + memory.recent
+    assert parts == spec.dense_bytes(7, 333)
+
+
 def test_padding_is_what_the_device_adds():
     spec = replace(make_spec(layout="tpu"), groups=(CacheGroup(80, 8, 64, "bf16"),))
     memory = make_deployment(spec=spec).memory(1)
