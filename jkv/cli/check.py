@@ -125,8 +125,9 @@ def _cache(config: DecodeConfig, model: ModelConfig) -> str:
         rows = sequences // mesh.shards("page")
         pools = [min(cache.num_pages, rows * spec.pages_for(tokens, index)) for index in range(len(groups))]
         pages = " and ".join(f"{mesh.shards('page') * pool:,}" for pool in pools)
-        lines.append(f"  a pool of {pages} pages: {_bytes(mesh.shards('page') * spec.paged_bytes(pools))}")
-        on_device = spec.split_heads(mesh.shards("kv_head")).paged_bytes(pools)
+        total = mesh.shards("page") * spec.paged_bytes(rows, pools)
+        lines.append(f"  a pool of {pages} pages: {_bytes(total)}")
+        on_device = spec.split_heads(mesh.shards("kv_head")).paged_bytes(rows, pools)
         return "\n".join([*lines, f"  on a device: {_bytes(on_device)}", ""])
     if cache.capacity == "auto":
         return "\n".join([*lines, "  a sequence holds its prompt and new tokens", ""])

@@ -47,7 +47,7 @@ class CachePlan:
         """Bytes of the pools."""
         if self.num_pages is None:
             return self.spec.dense_bytes(self.num_sequences, self.capacity)
-        return self.spec.paged_bytes(self.pool_pages)
+        return self.spec.paged_bytes(self.num_sequences, self.pool_pages)
 
     def require_room(self) -> None:
         """Refuse a pool that cannot hold all sequences at once, where none can wait.
@@ -196,7 +196,7 @@ class PageBooks:
 
     def row_bytes(self, row: int) -> int:
         """Return the bytes of the most pages that a row has held."""
-        return self.plan.spec.paged_bytes(self._most[row])
+        return self.plan.spec.paged_bytes(1, self._most[row])
 
     def check(self) -> None:
         """Assert that each held page is in one row, and that what is promised is there."""

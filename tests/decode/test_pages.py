@@ -44,7 +44,7 @@ def test_a_plan_has_the_bytes_of_the_cache(num_pages, pools):
 def test_shards_have_pools_of_their_own():
     plan = make_plan("auto", num_shards=2)
     # Two of four sequences lie in a shard, the longest may be both of them.
-    assert (plan.num_pages, plan.nbytes) == ((16, 4), SPEC.paged_bytes([32, 8]))
+    assert (plan.num_pages, plan.nbytes) == ((16, 4), SPEC.paged_bytes(4, [32, 8]))
 
 
 def test_what_can_never_fit_is_refused_with_its_sizes():
@@ -76,7 +76,7 @@ def test_a_row_takes_pages_as_it_grows_and_gives_all_back():
     books.check()
     assert all((table == -1).all() for table in books.tables())
     assert books.peaks == [2, 2]
-    assert books.row_bytes(0) == SPEC.paged_bytes([2, 2])
+    assert books.row_bytes(0) == SPEC.paged_bytes(1, [2, 2])
 
 
 def test_a_row_that_has_not_grown_yet_keeps_others_from_its_pages():
