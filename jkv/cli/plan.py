@@ -326,18 +326,7 @@ def _check_divides(sizes: SizesSection, mesh: MeshSection) -> None:
             )
 
 
-_WORDS = {
-    "weights": "weights",
-    "cache": "cache",
-    "rounding": "page rounding",
-    "padding": "padding",
-    "recent": "recent keys",
-    "tables": "tables",
-    "activations": "activations",
-    "workspace": "workspace",
-    "logits": "logits",
-}
-_BUDGET = {"reserve": "reserve", "free": "free", "memory": "hbm"}
+_WORDS = {"rounding": "page rounding", "recent": "recent keys"}
 
 
 def describe(shown: dict[str, Any]) -> str:
@@ -354,15 +343,16 @@ def describe(shown: dict[str, Any]) -> str:
         f"lengths: {', '.join(f'{part["tokens"]:,} ({part["share"]:.3g})' for part in shown['lengths'])}",
         "",
         f"a device with its part of {shown['num_sequences']:,} sequences:",
-        *(_row(_WORDS[name], size) for name, size in shown["memory"].items()),
+        *(_row(_WORDS.get(name, name), size) for name, size in shown["memory"].items()),
         _row("total", shown["total"]),
     ]
     if not shown["parameters"]:
         lines.append("  weights, activations and logits are counted with --model")
     if shown["hbm"] is not None:
+        free = shown["free"]
         lines += [
             _row("reserve", shown["reserve"]),
-            _row("free", shown["free"]),
+            _row("free" if free >= 0 else "too much", abs(free)),
             _row("memory", shown["hbm"]),
         ]
         lines += ["", f"sequences that fit: {shown['fits']:,}", *_table(shown["choices"])]

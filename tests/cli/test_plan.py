@@ -43,6 +43,12 @@ def test_the_page_is_written_alone_and_beside_a_plan(run_jkv, tmp_path):
     assert '"initial": {"b": 5, "s": 100, "page": 64' in file.read_text()
 
 
+def test_what_does_not_fit_says_by_how_much(run_jkv):
+    printed = run_jkv("plan", *BARE, "--batch", "32", "--hbm", "80GB", "--reserve", "0")
+    assert "too much               5,899,362,688 bytes" in printed
+    assert "sequences that fit: 29" in printed
+
+
 def test_a_model_on_this_machine_is_planned_by_its_header(run_json, tiny):
     (shown,) = run_json("plan", "--model", tiny, "--batch", "2", "--context", "16", "--json")
     sizes = inspect(tiny)["sizes"]
