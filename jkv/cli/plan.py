@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 from typing import Any, Literal
 
@@ -310,10 +310,11 @@ def _mesh(arguments: Arguments) -> MeshSection:
 
 def _check_divides(sizes: SizesSection, mesh: MeshSection) -> None:
     """Refuse a mesh that does not divide what it splits."""
-    expert_dim = sizes.experts.mlp_dim if sizes.experts else sizes.mlp_dim
+    widths = [sizes.mlp_dim] if sizes.num_dense_layers else []
+    widths += [sizes.experts.mlp_dim] if sizes.experts else []
     counted = {
         "q_head": (sizes.num_heads, "query heads"),
-        "mlp": (expert_dim, "entries of an MLP"),
+        "mlp": (gcd(*widths), "entries of an MLP"),
         "embed": (sizes.embed_dim, "entries of the residual stream"),
         "vocab": (sizes.vocab_size, "token ids"),
         "expert": (sizes.experts.num_experts if sizes.experts else 0, "experts"),
@@ -343,7 +344,7 @@ def describe(shown: dict[str, Any]) -> str:
         f"lengths: {', '.join(f'{part["tokens"]:,} ({part["share"]:.3g})' for part in shown['lengths'])}",
         "",
         f"a device with its part of {shown['num_sequences']:,} sequences:",
-        *(_row(_WORDS.get(name, name), size) for name, size in shown["memory"].items()),
+        *(_row(_WORDS.get(name) or name, size) for name, size in shown["memory"].items()),
         _row("total", shown["total"]),
     ]
     if not shown["parameters"]:

@@ -96,9 +96,17 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
             ("--model", "qwen3-8b", "--batch", "1", "--context", "8", "--devices", "3"),
             "query heads must split evenly over devices, got 32 over 3",
         ),
+        (
+            ("--model", "deepseek-v2-lite", "--batch", "1", "--context", "8", "--mesh", "wide.yaml"),
+            "entries of an MLP must split evenly over devices, got 64 over 128",
+        ),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_one_sentence(refusal, argv: tuple, message: str):
+def test_what_cannot_be_planned_is_refused_in_one_sentence(
+    refusal, argv: tuple, message: str, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wide.yaml").write_text("axes: {wide: 128}\nrules: {mlp: wide}\n")
     assert message in refusal("plan", *argv)
 
 
