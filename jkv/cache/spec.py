@@ -174,6 +174,11 @@ class CacheSpec:
         return sum(group.page_bytes(self.page_size, self.layout) for group in self.groups)
 
     @property
+    def padded_bytes_per_token(self) -> int:
+        """Bytes that one token takes on the layout's device, a part of a byte rounded up."""
+        return -(-self.padded_bytes_per_page // self.page_size)
+
+    @property
     def bytes_per_sequence(self) -> int:
         """Bytes that a sequence takes beside its pages on the layout's device: its latest keys as given."""
         return sum(group.sequence_bytes(self.page_size, self.layout) for group in self.groups)

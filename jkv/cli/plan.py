@@ -160,7 +160,7 @@ def plan(arguments: Arguments) -> dict[str, Any]:
         "page_size": spec.page_size,
         "layout": spec.layout,
         "bytes_per_token": spec.bytes_per_token,
-        "device_bytes_per_token": spec.split_heads(ways).bytes_per_token,
+        "device_bytes_per_token": spec.split_heads(ways).padded_bytes_per_token,
         "num_sequences": num_sequences,
         "pool_bytes": memory.cache + memory.rounding + memory.padding + memory.recent,
         "memory": asdict(memory),

@@ -83,6 +83,7 @@ def test_a_tpu_pads_the_two_minor_dimensions(shape: tuple, dtype: str, padded: t
 def test_padding_counts_against_a_budget():
     spec = make_spec(layout="tpu", codec="bf16", head_dim=64)
     assert spec.padded_bytes_per_page == 2 * spec.bytes_per_page
+    assert spec.padded_bytes_per_token == 2 * spec.bytes_per_token
     assert spec.tokens_in(spec.padded_bytes_per_page) == 16
     assert spec.dense_bytes(5, 64) == 2 * make_spec(codec="bf16", head_dim=64).dense_bytes(5, 64)
 
