@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+POOL = ("--cache.layout", "paged", "--cache.num-pages", 1)
 MESH = ("--mesh.axes", "data", 1, "model", 2, "--mesh.axis-types", "explicit")
 
 
@@ -37,11 +38,11 @@ def test_calibrated_scales_serve_the_model_that_they_were_measured_on(
     assert f"{out} must be calibrated on this model" in refusal(*flags)
 
 
-def test_a_mesh_and_short_pieces_change_little(run_jkv, talking_tiny, text, out, tmp_path):
+def test_a_mesh_a_pool_and_short_steps_change_little(run_jkv, talking_tiny, text, out, tmp_path):
     flags = ("calibrate", "--model", talking_tiny, "--text", text, "--codec", "int8_static", "--value-codec")
     other = tmp_path / "other.safetensors"
     run_jkv(*flags, "f32", "--method", "absmax", "--context", 40, "--out", out)
-    run_jkv(*flags, "f32", "--method", "absmax", "--context", 40, "--out", other, *MESH, "--chunk", 16)
+    run_jkv(*flags, "f32", "--method", "absmax", "--context", 40, "--out", other, *MESH, *POOL, "--chunk", 16)
     one, two = (safetensors.numpy.load_file(file) for file in (out, other))
     assert list(one) == ["keys.0"]
     np.testing.assert_allclose(two["keys.0"], one["keys.0"], rtol=1e-4)
