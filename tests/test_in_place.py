@@ -1,16 +1,14 @@
 """Loops over every form of the cache update it in place, and the check that says so catches what is not."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 
-from jkv import ops
 from jkv.cache.cache import Cache
-from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.decode.platform import COMPILER_OPTIONS
 from jkv.in_place import (
     _makers,
@@ -19,54 +17,81 @@ from jkv.in_place import (
     assert_updates_in_place,
     made_anew,
 )
+from jkv.targets import TARGETS, shapes_on, target
 
-ROWS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 2, 8, 128, 64
-# Each pool array of entries is past 256 MB: below that XLA's CPU backend plans memory otherwise.
-SMALL, LARGE = 2**19, 2**20
+from .loops import CODECS, LARGE, LAYOUTS, SMALL, loop, make_arguments
 
-
-def make_cache(codec: str, capacity: int, layout: str = "dense") -> Cache:
-    """Return the shapes of a cache of two layers."""
-    keys, _, values = codec.partition("/")
-    window = capacity - 64 if layout == "window" else None
-    group = CacheGroup(2, NUM_HEADS, HEAD_DIM, keys, values or None, window=window)
-    spec = CacheSpec.create([group], page_size=PAGE_SIZE, max_chunk=16)
-    sizes = {"num_sequences": ROWS, "capacity": 2 * capacity if layout == "window" else capacity}
-    if layout == "paged":
-        make = functools.partial(Cache.paged, spec, **sizes, num_pages=[ROWS * capacity // PAGE_SIZE])
-    else:
-        make = functools.partial(Cache.dense, spec, **sizes)
-    return jax.eval_shape(make)
-
-
-def loop(cache: Cache, query: jax.Array) -> tuple[Cache, jax.Array]:
-    """Take 32 steps of two layers; their rows depend on what was attended, as in a model."""
-
-    def step(i: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
-        cache, query = carry
-        cache, batch = cache.begin(jnp.ones(ROWS, jnp.int32), time=1)
-        for layer in range(2):
-            window = cache.spec.groups[0].window
-            rows = query[:, :, :NUM_HEADS]
-            query, cache = ops.attend(query, rows, rows, cache, (0, layer), batch, scale=0.1, window=window)
-        return cache, query
-
-    return jax.lax.fori_loop(0, 32, step, (cache, query))
-
-
-QUERY = jax.ShapeDtypeStruct((ROWS, 1, 2 * NUM_HEADS, HEAD_DIM), jnp.float32)
+# Tiles of a TPU are 128 lanes wide: a page of as many slots has scales that lie as they are written.
+PAGE_SIZES = {"v5e": 128, "v6e": 128, "h200": 64}
+TPU_COPIES = {
+    "int4": "5.3 bytes of temporaries for each added byte: neither a head's 64 bytes, nor a slot's 4 scales, "
+    "nor a page's 4 runs fill tiles",
+    "int8/int4_token": "2.0 bytes of temporaries for each added byte: neither a head's 64 bytes nor a slot's "
+    "4 scales fill tiles",
+}
 
 
 def check(function: Callable[..., Any], codec: str, layout: str = "dense") -> None:
-    small, large = ((make_cache(codec, tokens // ROWS, layout), QUERY) for tokens in (SMALL, LARGE))
+    small, large = (make_arguments(codec, layout, nbytes) for nbytes in (SMALL, LARGE))
     assert_updates_in_place(function, small, large, compiler_options=COMPILER_OPTIONS["cpu"])
 
 
+def find_target(machine: str) -> Mesh:
+    try:
+        return target(machine)
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def check_for(machine: str, codec: str, layout: str, page_size: int) -> None:
+    """Check the loop as the compiler of a machine that is not here makes it."""
+    mesh = find_target(machine)
+    # A v5e has no room for the known copies of larger caches.
+    share = 4 if machine != "h200" and codec in TPU_COPIES else 1
+    small, large = (
+        shapes_on(mesh, make_arguments(codec, layout, nbytes // share, page_size=page_size))
+        for nbytes in (SMALL, LARGE)
+    )
+    assert_updates_in_place(loop, small, large, max_growth=0.03 if machine == "h200" else 0.01)
+
+
 @pytest.mark.gate
-@pytest.mark.parametrize("codec", ["f32", "bf16", "int8", "fp8_e4m3", "int4", "int8/int4_token"])
-@pytest.mark.parametrize("layout", ["dense", "paged", "window"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loop_updates_every_form_of_the_cache_in_place(layout: str, codec: str):
     check(loop, codec, layout)
+
+
+def covering_cases() -> list[Any]:
+    """Return every codec on every machine, so that it meets every layout on one of them."""
+
+    def marks(machine: str, codec: str) -> list[Any]:
+        if machine == "h200":
+            return [pytest.mark.gpu_aot]
+        reason = TPU_COPIES.get(codec)
+        known = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if reason else []
+        return [pytest.mark.tpu_aot, *known]
+
+    return [
+        pytest.param(machine, codec, LAYOUTS[(i + j) % len(LAYOUTS)], marks=marks(machine, codec))
+        for i, machine in enumerate(TARGETS)
+        for j, codec in enumerate(CODECS)
+    ]
+
+
+@pytest.mark.parametrize(("machine", "codec", "layout"), covering_cases())
+def test_a_loop_for_an_accelerator_updates_the_cache_in_place(machine: str, codec: str, layout: str):
+    check_for(machine, codec, layout, PAGE_SIZES[machine])
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a page's 64 scales do not fill a tile's 128 lanes: 0.24 bytes of temporaries for each added byte",
+)
+def test_tpus_keep_the_scales_of_small_pages_in_place():
+    check_for("v6e", "int8", "paged", 64)
 
 
 def reverse(cache: Cache, query: jax.Array) -> Cache:
@@ -92,9 +117,13 @@ def test_what_is_not_in_place_is_said(function: Callable[..., Any], message: str
         check(function, "bf16")
 
 
-def compile_both(function: Callable[..., Any], **options: Any) -> list[jax.stages.Compiled]:
-    """Compile a function of one array for two sizes of it."""
-    shapes = [jax.ShapeDtypeStruct((rows, 64), jnp.float32) for rows in (128, 256)]
+def compile_both(
+    function: Callable[..., Any], mesh: Mesh | None = None, **options: Any
+) -> list[jax.stages.Compiled]:
+    """Compile a function of one array for two sizes of it, past what a TPU's VMEM holds."""
+    shapes = [jax.ShapeDtypeStruct((rows, 384), jnp.float32) for rows in (2**17, 2**18)]
+    if mesh is not None:
+        shapes = shapes_on(mesh, shapes)
     return [jax.jit(function, **options).lower(shape).compile() for shape in shapes]
 
 
@@ -110,6 +139,20 @@ MAKERS: dict[str, Callable[[jax.Array], Any]] = {
 def test_each_way_to_make_the_cache_anew_is_found(operation: str):
     found = made_anew(*compile_both(MAKERS[operation], donate_argnums=0))
     assert any(f" {operation}(" in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [pytest.param("v6e", marks=pytest.mark.tpu_aot), pytest.param("h200", marks=pytest.mark.gpu_aot)],
+)
+def test_each_way_of_an_accelerator_to_make_the_cache_anew_is_found(machine: str):
+    mesh = find_target(machine)
+    ways = MAKERS | {
+        "reshape": lambda x: (x, x.reshape(-1, 96)),
+        "copy-start": lambda x: (x + 1, jax.device_put(x, jax.memory.Space.Host)),
+    }
+    for operation, function in ways.items():
+        assert made_anew(*compile_both(function, mesh, donate_argnums=0)), operation
 
 
 def test_what_no_program_of_the_cpu_does_is_found_too():
