@@ -31,7 +31,7 @@ class Arguments(ModelOptions):
     method: Method = "mse"
     """What a scale is chosen by: the largest magnitude, a percentile of all, or the least squared error."""
     percentile: float | None = None
-    """Magnitudes in percent that do not saturate, with --method percentile; 99.9 if left out."""
+    """Magnitudes in percent that do not saturate, with --method percentile; 99.99 if left out."""
     per: Per = "head"
     """Whether each KV head has a scale, or all heads of a layer have one."""
     context: int | None = None

@@ -29,7 +29,7 @@ Method = Literal["absmax", "percentile", "mse"]
 Per = Literal["head", "tensor"]
 
 # Magnitudes in percent that do not saturate, where nothing else is asked for.
-PERCENTILE = 99.9
+PERCENTILE = 99.99
 # The limits that are tried, as shares of the largest magnitude: five octaves in steps of 4.4 %.
 SHARES = 2.0 ** -(np.arange(81) / 16)
 # Of a head that is zero throughout: a scale must be positive.
