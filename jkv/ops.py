@@ -3,13 +3,14 @@
 Knows caches and batches; no layer and no model.
 """
 
-from typing import Any, Literal
+import functools
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jkv.cache.batch import TokenBatch
+from jkv.cache.batch import Pieces, TokenBatch
 from jkv.cache.cache import Cache, Pool, pool_axes
 from jkv.cache.codec import Codec
 from jkv.cache.encoding import Stored, encode, rotate
@@ -22,6 +23,21 @@ from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
 Implementation = Literal["auto", "reference", "xla"]
 Chosen = Literal["reference", "xla"]
 Where = tuple[int, Int[Array, ""] | int]
+
+
+class Attended(NamedTuple):
+    """What attention gives.
+
+    Attributes:
+        out: the attended values; zero for padding.
+        cache: holds the new rows; None without one.
+        log_sum: float32 log-sum-exp of the logits, sinks included, by which partial results are merged; -inf
+            for padding.
+    """
+
+    out: Float[Array, "row time q_head head_dim"]
+    cache: Cache | None
+    log_sum: Float[Array, "row time q_head"]
 
 
 def choose(implementation: Implementation) -> Chosen:
@@ -40,9 +56,9 @@ def choose(implementation: Implementation) -> Chosen:
 
 
 def attend(
-    query: Float[Array, "seq time q_head head_dim"],
-    key: Float[Array, "seq time kv_head head_dim"] | None,
-    value: Float[Array, "seq time kv_head head_dim"] | None,
+    query: Float[Array, "row time q_head head_dim"],
+    key: Float[Array, "row time kv_head head_dim"] | None,
+    value: Float[Array, "row time kv_head head_dim"] | None,
     cache: Cache | None = None,
     where: Where | None = None,
     batch: TokenBatch | None = None,
@@ -54,45 +70,46 @@ def attend(
     implementation: Implementation = "auto",
     tiling: Tiling | None = None,
     sharding: Sharding | None = None,
-) -> tuple[Float[Array, "seq time q_head head_dim"], Cache | None]:
+) -> Attended:
     """Write the step's keys and values, then attend to all that each sequence holds, this step included.
 
     A query at position p sees positions <= p of its own sequence. Logits, softmax and sums are float32.
     Without a cache it is ordinary causal attention over `time`, which differentiates.
 
     Args:
-        query: rotated queries.
+        query: rotated queries, in rows as the step's: padded or ragged.
         key: rotated keys of the new tokens; None (with `value`) only reads.
         value: values of the new tokens.
         cache: consumed where the caller donates it; None for attention among the new tokens alone.
         where: the cache group and the layer's index in it, which may be traced.
-        batch: the step, from `cache.begin`.
+        batch: the step, from `cache.begin` or `cache.begin_ragged`.
         scale: multiplies the logits.
         window: latest positions that a query sees, its own included.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
         sinks: a logit for each query head that takes probability and adds no value.
         implementation: `auto`, or one by name.
-        tiling: how the walk over the cache is cut.
+        tiling: how the walk over the cache, and a ragged step, is cut.
         sharding: runs in `shard_map`, sequences and heads split by its rules.
-
-    Returns:
-        The attended values and the cache that holds the new rows.
 
     Raises:
         ValueError: shapes disagree, `where` or `batch` is missing, `where` names no layer of the cache (a
-            traced index is taken on trust), or a gradient is taken through a cache.
+            traced index is taken on trust), a ragged step is to run on a mesh, or a gradient is taken through
+            a cache.
     """
     chosen = choose(implementation)
     if cache is None:
         if key is None or value is None:
             raise ValueError("attention without a cache needs keys and values, got None")
-        return causal_attention(
+        out, log_sum = causal_attention(
             query, key, value, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
-        ), None
+        )
+        return Attended(out, None, log_sum)
     if where is None or batch is None:
         raise ValueError("attention with a cache needs `where` and the `batch` that `cache.begin` returned")
     if (key is None) != (value is None):
         raise ValueError("keys and values are given together or not at all, got one of the two")
+    if sharding is not None and batch.sequences is not None:
+        raise ValueError("a ragged step runs on one device, got a mesh; open it with `cache.begin`")
     group, layer = where
     if not 0 <= group < len(cache.pools):
         raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
@@ -102,50 +119,45 @@ def attend(
 
     spec = cache.spec.groups[group]
     _check_call(query, key, value, cache, group, window)
-    key_codec, value_codec = spec.codecs
+    tiling = tiling or Tiling()
+    options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
+    compute = functools.partial(
+        getattr(paged_attention, chosen), scale=scale, window=window, soft_cap=soft_cap, **options
+    )
 
     def local(query: Any, key: Any, value: Any, pool: Pool, batch: TokenBatch, layer: Any, sinks: Any):
-        offset = layer * pool.num_pages
-        key_scale, value_scale = (_of_layer(scales, layer) for scales in (pool.key_scale, pool.value_scale))
-        recent = _keys_as_given(pool, key, batch, layer)
+        pieces = batch.pieces(tiling.query_tokens)
+        recent = _keys_as_given(pool, key, batch, pieces, layer)
         if key is not None:
-            pool = _append(pool, (key_codec, value_codec), key, value, batch, group, layer, recent)
+            pool = _write(pool, spec.codecs, key, value, batch, group, layer)
+            pool = _write_runs(pool, key, recent, batch, pieces, layer)
         arguments = PagedArguments(
-            rotate(key_codec, query.astype(jnp.float32)).astype(query.dtype),
-            _pages(key_codec, pool.keys, key_scale),
-            _pages(value_codec, pool.values, value_scale),
-            pool.page_table,
-            batch.starts,
-            batch.lens,
-            offset,
+            pieces.cut(rotate(spec.codecs[0], query.astype(jnp.float32)).astype(query.dtype)),
+            _pages(spec.codecs[0], pool.keys, _of_layer(pool.key_scale, layer)),
+            _pages(spec.codecs[1], pool.values, _of_layer(pool.value_scale, layer)),
+            pieces.of_sequences(pool.page_table),
+            pieces.starts,
+            pieces.lens,
+            layer * pool.num_pages,
             recent,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
-        out, _ = getattr(paged_attention, chosen)(
-            arguments,
-            num_pages=pool.num_pages,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            **options,
-        )
-        return rotate(value_codec, out.astype(jnp.float32), is_inverse=True).astype(query.dtype), pool
+        out, log_sum = compute(arguments, num_pages=pool.num_pages, sinks=sinks)
+        out = rotate(spec.codecs[1], out.astype(jnp.float32), is_inverse=True).astype(query.dtype)
+        return pieces.join(out, 0.0), pieces.join(log_sum, -jnp.inf), pool
 
     call = local if sharding is None else _over_mesh(local, sharding, cache.pools[group], batch)
-    query = _refuse_gradient(query)
-    out, pool = call(query, key, value, cache.pools[group], batch, jnp.asarray(layer, jnp.int32), sinks)
-    pools = tuple(pool if i == group else other for i, other in enumerate(cache.pools))
-    return out, cache.replace(pools=pools)
+    query, layer = _refuse_gradient(query), jnp.asarray(layer, jnp.int32)
+    out, log_sum, pool = call(query, key, value, cache.pools[group], batch, layer, sinks)
+    return Attended(out, _with_pool(cache, group, pool), log_sum)
 
 
 def append(
     cache: Cache,
     where: Where,
     batch: TokenBatch,
-    key: Float[Array, "seq time kv_head head_dim"],
-    value: Float[Array, "seq time kv_head head_dim"],
+    key: Float[Array, "row time kv_head head_dim"],
+    value: Float[Array, "row time kv_head head_dim"],
 ) -> Cache:
     """Write the step's keys and values as `attend` does, and attend to nothing. One device.
 
@@ -156,67 +168,66 @@ def append(
     spec = cache.spec.groups[group]
     _check_heads(spec, key, value)
     pool, layer = cache.pools[group], jnp.asarray(layer, jnp.int32)
-    recent = _keys_as_given(pool, key, batch, layer)
-    pool = _append(pool, spec.codecs, key, value, batch, group, layer, recent)
+    pieces = batch.pieces(Tiling().query_tokens)
+    recent = _keys_as_given(pool, key, batch, pieces, layer)
+    pool = _write(pool, spec.codecs, key, value, batch, group, layer)
+    return _with_pool(cache, group, _write_runs(pool, key, recent, batch, pieces, layer))
+
+
+def _with_pool(cache: Cache, group: int, pool: Pool) -> Cache:
     return cache.replace(pools=tuple(pool if i == group else other for i, other in enumerate(cache.pools)))
 
 
-def _append(
-    pool: Pool,
-    codecs: tuple[Codec, Codec],
-    key: Any,
-    value: Any,
-    batch: TokenBatch,
-    group: int,
-    layer: Any,
-    recent: Any,
+def _write(
+    pool: Pool, codecs: tuple[Codec, Codec], key: Any, value: Any, batch: TokenBatch, group: int, layer: Any
 ) -> Pool:
-    """Encode a step's heads and write them into their slots of a layer."""
-    slots = batch.slots[group]
+    """Encode a step's heads, but keys that are encoded in runs, and write them into a layer's slots."""
+    offset = layer * pool.num_pages
 
     def write(stored: Stored, codec: Codec, heads: Any, scales: Any) -> Stored:
-        offset = layer * pool.num_pages
+        if codec.scaling == "slots":
+            return stored
         return jax.tree.map(
-            lambda array, rows: page_write.xla(array, rows, slots, page_offset=offset),
+            lambda array, rows: page_write.xla(array, rows, batch.slots[group], page_offset=offset),
             stored,
             encode(codec, heads, _of_layer(scales, layer)),
         )
 
-    pool = pool.replace(values=write(pool.values, codecs[1], value, pool.value_scale))
-    if recent is not None:
-        return _append_runs(pool, key, recent, batch, layer)
-    return pool.replace(keys=write(pool.keys, codecs[0], key, pool.key_scale))
+    return pool.replace(
+        keys=write(pool.keys, codecs[0], key, pool.key_scale),
+        values=write(pool.values, codecs[1], value, pool.value_scale),
+    )
 
 
-def _append_runs(pool: Pool, key: Any, recent: Any, batch: TokenBatch, layer: Any) -> Pool:
-    """Keep a step's keys as they are, and encode those whose runs it has filled."""
-    assert pool.recent is not None
-    num_seqs, span = batch.starts.shape[0], pool.recent.shape[2] // 2
-    page_size, offset = pool.keys.data.shape[2], layer * pool.num_pages
-    whole = whole_runs(recent, pool.page_table, batch.starts, batch.lens, page_size=page_size, span=span)
+def _write_runs(pool: Pool, key: Any, recent: Any, batch: TokenBatch, pieces: Pieces, layer: Any) -> Pool:
+    """Keep a step's keys as they are, and encode the runs that it has filled; nothing without such runs."""
+    if pool.recent is None:
+        return pool
+    span, page_size = pool.recent.shape[2] // 2, pool.keys.data.shape[2]
+    table = pieces.of_sequences(pool.page_table)
+    whole = whole_runs(recent, table, pieces, page_size=page_size, span=span)
 
     def write(name: str, slots: Any) -> Any:
         array, rows = getattr(pool.keys, name), getattr(whole.stored, name)
-        return page_write.xla(array, rows, slots, page_offset=offset)
+        return page_write.xla(array, rows, slots, page_offset=layer * pool.num_pages)
 
-    ends = batch.starts + batch.lens
-    places = recent_slots(batch.positions, ends, span=span, is_valid=batch.is_valid)
     return pool.replace(
         keys=Stored(
             data=write("data", whole.slots), scale=write("scale", whole.runs), zero=write("zero", whole.runs)
         ),
-        recent=page_write.xla(pool.recent, rounded(key), places, page_offset=layer * num_seqs),
+        recent=page_write.xla(
+            pool.recent, rounded(key), recent_slots(batch, span=span), page_offset=layer * batch.lens.shape[0]
+        ),
     )
 
 
-def _keys_as_given(pool: Pool, key: Any, batch: TokenBatch, layer: Any) -> Any:
-    """Return the keys of the runs that a step touches; None where keys are encoded token by token."""
+def _keys_as_given(pool: Pool, key: Any, batch: TokenBatch, pieces: Pieces, layer: Any) -> Any:
+    """Return the keys of the runs that pieces touch; None where keys are encoded token by token."""
     if pool.recent is None:
         return None
-    num_seqs, time = batch.positions.shape
+    num_seqs = batch.lens.shape[0]
     recent = jax.lax.dynamic_slice_in_dim(pool.recent, layer * num_seqs, num_seqs)
-    new = None if key is None else rounded(key)
-    return keys_as_given(recent, new, batch.starts, batch.lens, time=time)
+    return keys_as_given(recent, None if key is None else rounded(key), batch, pieces)
 
 
 def _pages(codec: Codec, stored: Stored, scale: Any) -> Pages:
@@ -260,8 +271,11 @@ def causal_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " q_head"] | None = None,
-) -> Float[Array, "seq time q_head head_dim"]:
+) -> tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]:
     """Attend causally among the tokens given, differentiably, in float32; no cache.
+
+    Returns:
+        The attended values, and the log-sum-exp of the logits, sinks included.
 
     Raises:
         ValueError: the query heads are not a multiple of the KV heads.
@@ -283,7 +297,8 @@ def causal_attention(
         logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., :time]
     out = jnp.einsum("bkgts,bskd->btkgd", weights, value.astype(jnp.float32))
-    return out.reshape(query.shape).astype(query.dtype)
+    log_sum = jax.nn.logsumexp(logits, axis=-1).transpose(0, 3, 1, 2).reshape(query.shape[:3])
+    return out.reshape(query.shape).astype(query.dtype), log_sum
 
 
 def _over_mesh(local: Any, sharding: Sharding, pool: Pool, batch: TokenBatch) -> Any:
@@ -301,7 +316,7 @@ def _over_mesh(local: Any, sharding: Sharding, pool: Pool, batch: TokenBatch) ->
             local,
             mesh=sharding.mesh,
             in_specs=(heads, heads, heads, pool_specs, batch_specs, spec(), spec("q_head")),
-            out_specs=(heads, pool_specs),
+            out_specs=(heads, spec("seq", None, "q_head"), pool_specs),
             check_vma=False,
         )(query, key, value, pool, batch, layer, sinks)
 

@@ -244,7 +244,7 @@ def _step(
     cache: Cache, lens: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, window: int | None
 ) -> tuple[jax.Array, Cache]:
     cache, batch = cache.begin(lens, time=query.shape[1])
-    out, cache = ops.attend(
+    out, cache, _ = ops.attend(
         query, key, value, cache, (0, LAYER), batch, scale=query.shape[-1] ** -0.5, window=window
     )
     return out, cache

@@ -55,7 +55,7 @@ def loop(cache: Cache, query: jax.Array) -> tuple[Cache, jax.Array]:
         attend = functools.partial(ops.attend, scale=0.1, window=cache.spec.groups[0].window)
         for layer in range(NUM_LAYERS):
             rows = query[:, :, :NUM_HEADS]
-            query, cache = attend(query, rows, rows, cache, (0, layer), batch)
+            query, cache, _ = attend(query, rows, rows, cache, (0, layer), batch)
         return cache, query
 
     return jax.lax.fori_loop(0, 32, step, (cache, query))

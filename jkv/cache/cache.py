@@ -17,7 +17,8 @@ from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.pytree import State, pytree, static
 from jkv.sharding import Sharding
 
-Scales = Sequence[tuple[Float[Array, "layer kv_head"] | None, Float[Array, "layer kv_head"] | None]]
+# `[layer, kv_head]`, whose sizes may differ from group to group.
+Scales = Sequence[tuple[Float[Array, "_ _"] | None, Float[Array, "_ _"] | None]]
 
 
 @pytree
@@ -176,33 +177,75 @@ class Cache(State):
                 f"a step must have at most max_chunk = {self.spec.max_chunk} tokens a sequence where a group "
                 f"has a window, got {time}"
             )
-        if outputs not in get_args(Outputs):
-            raise ValueError(f"outputs must be one of {get_args(Outputs)}, got {outputs!r}")
+        _check_outputs(outputs)
         lens = jnp.maximum(lens, 0)
-        starts = self.lengths
-        is_fitting = (lens <= time) & (starts + lens <= self.capacity)
-        for group in range(len(self.pools)):
-            is_fitting &= starts + lens <= self._room(group)
-        accepted = jnp.where(is_fitting, lens, 0)
         steps = jnp.arange(time, dtype=jnp.int32)[None]
-        positions = starts[:, None] + steps
-        is_valid = steps < accepted[:, None]
-        batch = TokenBatch(
-            starts=starts,
-            lens=accepted,
-            positions=positions,
-            is_valid=is_valid,
-            slots=tuple(_slots(pool, positions, is_valid, self.spec.page_size) for pool in self.pools),
+        accepted = jnp.where((lens <= time) & self._has_room(lens), lens, 0)
+        return self._opened(
+            lens,
+            accepted,
+            positions=self.lengths[:, None] + steps,
+            is_valid=steps < accepted[:, None],
             outputs=outputs,
         )
+
+    def begin_ragged(
+        self, lens: Int[Array, " seq"], *, num_tokens: int, outputs: Outputs = "last"
+    ) -> tuple["Cache", TokenBatch]:
+        """Open a step whose tokens stand in one row, sequence after sequence, and padding at its end.
+
+        A sequence is refused as by `begin`; its tokens stay where they are, as padding.
+
+        Args:
+            lens: new tokens of each sequence; negative counts as 0.
+            num_tokens: width that the row is padded to.
+            outputs: see `TokenBatch`.
+
+        Raises:
+            ValueError: `outputs` is unknown.
+        """
+        _check_outputs(outputs)
+        lens = jnp.maximum(lens, 0)
+        ends = jnp.cumsum(lens)
+        is_fitting = (ends <= num_tokens) & self._has_room(lens)
+        if any(self.is_ring(group) for group in range(len(self.pools))):
+            is_fitting &= lens <= self.spec.max_chunk
+        accepted = jnp.where(is_fitting, lens, 0)
+        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        sequences = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
+        is_valid = tokens < ends[-1]
+        sequences = jnp.minimum(sequences, lens.shape[0] - 1)
+        offsets = ends - lens
+        return self._opened(
+            lens,
+            accepted,
+            positions=(self.lengths[sequences] + tokens - offsets[sequences])[None],
+            is_valid=(is_valid & (accepted[sequences] > 0))[None],
+            sequences=sequences[None],
+            offsets=offsets,
+            outputs=outputs,
+        )
+
+    def _has_room(self, lens: Int[Array, " seq"]) -> Bool[Array, " seq"]:
+        """Whether each sequence's new tokens fit in its capacity and in the pages that its tables name."""
+        ends = self.lengths + lens
+        is_fitting = ends <= self.capacity
+        for group in range(len(self.pools)):
+            is_fitting &= ends <= self._room(group)
+        return is_fitting
+
+    def _opened(
+        self, lens: Int[Array, " seq"], accepted: Int[Array, " seq"], **fields: Any
+    ) -> tuple["Cache", TokenBatch]:
+        """Return the advanced cache and the batch of these fields."""
+        places = (fields.get("sequences"), fields["positions"], fields["is_valid"], self.spec.page_size)
+        slots = tuple(_slots(pool, *places) for pool in self.pools)
+        batch = TokenBatch(starts=self.lengths, lens=accepted, slots=slots, **fields)
         # Computed once: XLA's CPU backend would repeat this arithmetic inside every layer's fusions.
         batch = jax.lax.optimization_barrier(batch)
-        cache = self.replace(
-            lengths=starts + accepted,
-            peaks=jnp.maximum(self.peaks, starts + accepted),
-            num_dropped=self.num_dropped + lens - accepted,
-        )
-        return cache, batch
+        ends = self.lengths + accepted
+        num_dropped = self.num_dropped + lens - accepted
+        return self.replace(lengths=ends, peaks=jnp.maximum(self.peaks, ends), num_dropped=num_dropped), batch
 
     def truncate(self, lengths: Int[Array, " seq"]) -> "Cache":
         """Return the cache with each sequence cut to at most `lengths` tokens; negative counts as 0.
@@ -261,12 +304,25 @@ def pool_axes(pool: Pool, place: Callable[..., Any]) -> Any:
     return pool.replace(**stored, page_table=place("seq", None), **scales)
 
 
+def _check_outputs(outputs: Outputs) -> None:
+    if outputs not in get_args(Outputs):
+        raise ValueError(f"outputs must be one of {get_args(Outputs)}, got {outputs!r}")
+
+
 def _slots(
-    pool: Pool, positions: Int[Array, "seq time"], is_valid: Bool[Array, "seq time"], page_size: int
-) -> Int[Array, "seq time"]:
+    pool: Pool,
+    sequences: Int[Array, "row time"] | None,
+    positions: Int[Array, "row time"],
+    is_valid: Bool[Array, "row time"],
+    page_size: int,
+) -> Int[Array, "row time"]:
+    """Return each token's place among a layer's pages, -1 where it has none."""
     width = jnp.int32(pool.page_table.shape[1])
     column = jax.lax.rem(jax.lax.div(positions, jnp.int32(page_size)), width)
-    pages = jnp.take_along_axis(pool.page_table, column, axis=1)
+    if sequences is None:
+        pages = jnp.take_along_axis(pool.page_table, column, axis=1)
+    else:
+        pages = pool.page_table.at[sequences, column].get(mode="promise_in_bounds")
     return jnp.where(is_valid, pages * page_size + jax.lax.rem(positions, jnp.int32(page_size)), -1)
 
 

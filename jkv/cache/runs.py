@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jkv.cache.batch import Pieces, TokenBatch
 from jkv.cache.encoding import Stored, encode_run, to_bfloat16
 
 
@@ -20,14 +21,15 @@ class WholeRuns(NamedTuple):
     """The runs that a step's keys lie in.
 
     Attributes:
-        stored: entries `[seq, slot, kv_head, ...]`, scales and zero points `[seq, run, kv_head, head_dim]`.
+        stored: entries `[piece, slot, kv_head, ...]`, scales and zero points of their runs
+            `[piece, run, kv_head, head_dim]`.
         slots: place of each slot among the layer's pages; -1 where its run is not whole.
         runs: the same of each run, `page * runs_per_page + run`.
     """
 
     stored: Stored
-    slots: Int[Array, "seq slot"]
-    runs: Int[Array, "seq run"]
+    slots: Int[Array, "piece slot"]
+    runs: Int[Array, "piece run"]
 
 
 def num_runs(time: int, span: int) -> int:
@@ -37,64 +39,64 @@ def num_runs(time: int, span: int) -> int:
 
 def keys_as_given(
     recent: Float[Array, "seq kv_head recent head_dim"],
-    key: Float[Array, "seq time kv_head head_dim"] | None,
-    starts: Int[Array, " seq"],
-    lens: Int[Array, " seq"],
-    *,
-    time: int,
-) -> Float[Array, "seq kv_head slot head_dim"]:
-    """Return the keys at the positions from the first open run on, for all runs that the step may touch.
+    key: Float[Array, "row time kv_head head_dim"] | None,
+    batch: TokenBatch,
+    pieces: Pieces,
+) -> Float[Array, "piece kv_head slot head_dim"]:
+    """Return the keys at the positions from each piece's first run on, for all runs that it may touch.
 
     Args:
         recent: each sequence's latest keys, position `p` at `p` modulo their number, two runs; from before
             the step with `key`, from after it without.
-        key: the step's keys, as bfloat16 holds them; None where `recent` has them.
-        starts: tokens that each sequence held before the step.
-        lens: new tokens.
-        time: width of the step.
+        key: the step's keys, `rounded`; None where `recent` has them.
+        batch: the step.
+        pieces: how it is cut, from `batch.pieces`.
 
     Raises:
         ValueError: without `key`, a step is wider than what `recent` holds of it.
     """
-    num_seqs, num_heads, num_recent, head_dim = recent.shape
-    span = num_recent // 2
-    count = num_runs(time, span)
-    if key is None and count > 2:
+    _, num_heads, num_recent, head_dim = recent.shape
+    span, time = num_recent // 2, batch.positions.shape[1]
+    count = num_runs(pieces.size, span)
+    if key is None and num_runs(time, span) > 2:
         raise ValueError(
             f"attention that only reads int4 keys takes steps of at most {span} tokens, got {time}; "
             "give keys and values, or cut the step"
         )
-    halves = recent.reshape(num_seqs, num_heads, 2, span, head_dim)
-    is_second = (jax.lax.div(starts, jnp.int32(span)) % 2 == 1)[:, None, None, None]
+    halves = pieces.of_sequences(recent).reshape(-1, num_heads, 2, span, head_dim)
+    is_second = (jax.lax.div(pieces.starts, jnp.int32(span)) % 2 == 1)[:, None, None, None]
     first, second = (halves[:, :, half] for half in (0, 1))
-    past = [jnp.where(is_second, second, first)]
-    if count > 1:
-        past.append(jnp.where(is_second, first, second) if key is None else jnp.zeros_like(first))
+    past = [jnp.where(is_second, second, first), jnp.where(is_second, first, second)][:count]
     past = jnp.concatenate([*past, *[jnp.zeros_like(first)] * (count - 2)], axis=2)
-    offset = starts % span
-    place = jnp.arange(count * span, dtype=jnp.int32)[None] - offset[:, None]
+    positions = (pieces.starts - pieces.starts % span)[:, None]
+    positions += jnp.arange(count * span, dtype=jnp.int32)[None]
     if key is not None:
-        index = jnp.clip(place, 0, time - 1)[:, None, :, None]
-        new = jnp.take_along_axis(key.swapaxes(1, 2), index, axis=2).astype(recent.dtype)
-        past = jnp.where((place < 0)[:, None, :, None], past, new)
-    return jnp.where((place < lens[:, None])[:, None, :, None], past, jnp.zeros((), recent.dtype))
+        starts = pieces.of_sequences(batch.starts)
+        # Where the sequence's tokens begin among the step's.
+        begins = pieces.tokens - (pieces.starts - starts)
+        flat = key.reshape(-1, num_heads, head_dim)
+        index = jnp.clip(begins[:, None] + positions - starts[:, None], 0, flat.shape[0] - 1)
+        new = flat[index].swapaxes(1, 2).astype(recent.dtype)
+        past = jnp.where((positions < starts[:, None])[:, None, :, None], past, new)
+    is_held = positions < (pieces.starts + pieces.lens)[:, None]
+    return jnp.where(is_held[:, None, :, None], past, jnp.zeros((), recent.dtype))
 
 
 def whole_runs(
-    keys: Float[Array, "seq kv_head slot head_dim"],
-    page_table: Int[Array, "seq max_pages"],
-    starts: Int[Array, " seq"],
-    lens: Int[Array, " seq"],
+    keys: Float[Array, "piece kv_head slot head_dim"],
+    page_table: Int[Array, "piece max_pages"],
+    pieces: Pieces,
     *,
     page_size: int,
     span: int,
 ) -> WholeRuns:
-    """Encode the runs of `keys_as_given`, and find the places of those that the step has filled."""
-    num_seqs, num_heads, num_slots, head_dim = keys.shape
+    """Encode the runs of `keys_as_given`, and find the places of those that end within their piece."""
+    starts, lens = pieces.starts, pieces.lens
+    num_pieces, num_heads, num_slots, head_dim = keys.shape
     count = num_slots // span
-    stored = encode_run(keys.reshape(num_seqs, num_heads, count, span, head_dim))
+    stored = encode_run(keys.reshape(num_pieces, num_heads, count, span, head_dim))
     stored = Stored(
-        data=stored.data.reshape(num_seqs, num_heads, num_slots, -1).swapaxes(1, 2),
+        data=stored.data.reshape(num_pieces, num_heads, num_slots, -1).swapaxes(1, 2),
         **{name: getattr(stored, name).swapaxes(1, 2) for name in ("scale", "zero")},
     )
     begins = (starts - starts % span)[:, None] + span * jnp.arange(count, dtype=jnp.int32)[None]
@@ -105,16 +107,19 @@ def whole_runs(
     within = jnp.arange(span, dtype=jnp.int32)[None, None]
     slots = jnp.where(firsts[..., None] >= 0, firsts[..., None] + within, -1)
     runs = jnp.where(firsts >= 0, jax.lax.div(firsts, jnp.int32(span)), -1)
-    return WholeRuns(stored, slots.reshape(num_seqs, num_slots), runs)
+    return WholeRuns(stored, slots.reshape(num_pieces, num_slots), runs)
 
 
-def recent_slots(
-    positions: Int[Array, "seq time"], ends: Int[Array, " seq"], *, span: int, is_valid: Array
-) -> Int[Array, "seq time"]:
+def recent_slots(batch: TokenBatch, *, span: int) -> Int[Array, "row time"]:
     """Return the place of each new key among all sequences' recent ones; -1 where a later one is kept."""
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
-    is_kept = is_valid & (positions >= ends[:, None] - 2 * span)
-    return jnp.where(is_kept, rows * 2 * span + positions % (2 * span), -1)
+    sequences = batch.sequences
+    if sequences is None:
+        sequences = jnp.arange(batch.lens.shape[0], dtype=jnp.int32)[:, None]
+        ends = (batch.starts + batch.lens)[:, None]
+    else:
+        ends = (batch.starts + batch.lens)[sequences]
+    is_kept = batch.is_valid & (batch.positions >= ends - 2 * span)
+    return jnp.where(is_kept, sequences * 2 * span + batch.positions % (2 * span), -1)
 
 
 def rounded(key: Float[Array, "*rows head_dim"]) -> Float[Array, "*rows head_dim"]:

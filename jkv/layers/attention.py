@@ -128,7 +128,7 @@ class GQAttention(nnx.Module):
         """Attend from each token to its sequence's past and itself.
 
         Args:
-            x: the step's tokens.
+            x: the step's tokens, in rows as the batch's: padded or ragged.
             cache: what the sequences hold; consumed where the caller donates it. None: `x` is all there is.
             where: the cache group and this layer's index in it; needed with a cache.
             batch: the step, from `cache.begin`; needed with a cache.
@@ -146,7 +146,7 @@ class GQAttention(nnx.Module):
         if self.rope is not None:
             cos, sin = step_rotation(self.rope, time, batch) if rotation is None else rotation
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        out, cache = ops.attend(
+        out, cache, _ = ops.attend(
             query,
             key,
             value,

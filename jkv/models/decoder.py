@@ -104,17 +104,18 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "seq time"],
+        tokens: Int[Array, "row time"],
         cache: Cache | None = None,
         batch: TokenBatch | None = None,
-    ) -> tuple[Float[Array, "seq *time vocab"], Cache | None]:
+    ) -> tuple[Float[Array, "*selected vocab"], Cache | None]:
         """Return float32 logits and the cache that holds the tokens.
 
         Args:
             tokens: ids below the vocabulary's size; padding may be any id.
             cache: see `GQAttention`; None for training.
-            batch: the step, from `cache.begin`. Its `outputs` says whether logits are `[seq, vocab]`, of each
-                sequence's last new token, or `[seq, time, vocab]`; without a cache they are the latter.
+            batch: the step, from `cache.begin` or `cache.begin_ragged`. Its `outputs` says whether logits are
+                `[seq, vocab]`, of each sequence's last new token, or `[row, time, vocab]`; without a cache
+                they are the latter.
         """
         x = self.embed(tokens)
         rotation = step_rotation(self.config.rope, tokens.shape[1], batch)

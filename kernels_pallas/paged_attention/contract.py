@@ -20,9 +20,11 @@ class Tiling:
 
     Attributes:
         block_tokens: keys and values that one step of the online softmax takes, rounded to whole pages.
+        query_tokens: queries of one sequence that a ragged step is cut into, at most.
     """
 
     block_tokens: int = 128
+    query_tokens: int = 16
 
 
 @functools.partial(

@@ -30,7 +30,7 @@ def make_rows(rows: int, time: int, seed: int = 0) -> jax.Array:
 def write_eagerly(cache: Cache, rows: jax.Array, lens: jax.Array, layer: int = 0) -> Cache:
     """Write `rows` as keys and values; what attention returns is not looked at."""
     cache, batch = cache.begin(lens, time=rows.shape[1])
-    _, cache = ops.attend(rows, rows, rows, cache, (0, layer), batch, scale=1.0)
+    _, cache, _ = ops.attend(rows, rows, rows, cache, (0, layer), batch, scale=1.0)
     return cache
 
 

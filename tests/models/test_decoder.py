@@ -1,6 +1,7 @@
 """The decoder: which rows get logits, what its switches add, and its cache."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,22 @@ def test_the_last_rows_logits_are_those_of_all_rows():
     last, every = cached_logits(model, "last"), cached_logits(model, "all")
     assert every.shape == (2, 6, 32)
     assert_close(last, jnp.stack([every[0, 5], every[1, 3]]))
+
+
+def test_a_ragged_steps_logits_are_those_of_a_padded_one():
+    model = make_model()
+    cache = poison(Cache.dense(cache_spec(model.config, page_size=4), num_sequences=2, capacity=8))
+    step, weights = split_model(model)
+
+    @functools.partial(jax.jit, static_argnames="outputs")
+    def run(weights, cache, outputs):
+        cache, batch = cache.begin_ragged(LENS, num_tokens=12, outputs=outputs)
+        tokens = jnp.concatenate([TOKENS[0], TOKENS[1, :4], jnp.zeros(2, jnp.int32)])[None]
+        return step(weights, tokens, cache, batch)[0]
+
+    assert_close(run(weights, cache, "last"), cached_logits(model, "last"))
+    every = cached_logits(model, "all")
+    assert_close(run(weights, cache, "all")[0, :10], jnp.concatenate([every[0], every[1, :4]]))
 
 
 def test_padding_of_a_row_gives_finite_logits():
