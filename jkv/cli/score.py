@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> None:
                 config.cache, codec=arguments.compare, value_codec=None, window_codec=None, scales=None
             )
             base = make_decoding(replace(config, cache=cache), model, max_chunk=arguments.chunk)
-            comparison = compare(base, decoding, tokens, chunk=arguments.chunk)
+            (comparison,) = compare(base, [decoding], tokens, chunk=arguments.chunk)
             shown = describe(comparison, base.spec.bytes_per_token, decoding.spec.bytes_per_token)
             print(json.dumps(shown) if arguments.json else _rows(shown))
             return

@@ -1,9 +1,10 @@
-"""Two caches of one model over the same tokens: how far next-token distributions drift apart.
+"""Caches of one model over the same tokens: how far next-token distributions drift apart.
 
 Knows distributions; no codec by name.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,29 +65,36 @@ class Comparison:
         return float(self.has_same_top.mean())
 
 
-def compare(base: Decoding, other: Decoding, tokens: Prompts, *, chunk: int = 64) -> Comparison:
-    """Run tokens through the caches of both, in steps of `chunk` tokens.
+def compare(
+    base: Decoding, others: Sequence[Decoding], tokens: Prompts, *, chunk: int = 64
+) -> list[Comparison]:
+    """Run tokens through the caches of all, in steps of `chunk` tokens, and set each beside the base.
 
     Args:
         base: the model with the cache that is taken for right.
-        other: the same model with another cache.
+        others: the same model with other caches.
         tokens: as `score`.
-        chunk: as `score`; logits of two steps of this size are held at once.
+        chunk: as `score`; logits of so many tokens of every cache are held at once.
 
     Raises:
         ValueError: as `score`.
     """
     ids = read_rows(base, tokens, chunk)
-    caches = [make_full_cache(decoding, ids.tolist(), max_new_tokens=1) for decoding in (base, other)]
+    caches = [make_full_cache(decoding, ids.tolist(), max_new_tokens=1) for decoding in (base, *others)]
     pieces = []
     for step in steps(ids, chunk):
-        *piece, caches = compare_chunk(base.step, base.weights, caches, *step, vocab_size=base.vocab_size)
-        pieces.append(jax.device_get(piece))
-    base_nll, nll, divergences, agreements = (
-        np.concatenate(parts, axis=1)[:, : ids.shape[1]] for parts in zip(*pieces, strict=True)
-    )
-    check_finite(np.stack([base_nll, nll]))
-    return Comparison(base_nll[:, :-1], nll[:, :-1], divergences, agreements)
+        found, caches = compare_chunk(base.step, base.weights, caches, *step, vocab_size=base.vocab_size)
+        pieces.append(jax.device_get(found))
+
+    def join(parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts, axis=1)[:, : ids.shape[1]]
+
+    base_nll, *measured = jax.tree.map(lambda *parts: join(parts), *pieces)
+    check_finite(np.stack([base_nll, *(nll for nll, _, _ in measured)]))
+    return [
+        Comparison(base_nll[:, :-1], nll[:, :-1], divergences, agreements)
+        for nll, divergences, agreements in measured
+    ]
 
 
 @functools.partial(PlatformJit, static_argnames=("step", "vocab_size"), donate_argnames="caches")
@@ -99,8 +107,11 @@ def compare_chunk(
     lens: Int[Array, " seq"],
     *,
     vocab_size: int,
-) -> tuple[Array, Array, Array, Array, list[Cache]]:
-    """Return both losses, the divergence, whether the likeliest tokens agree, and the caches, consumed."""
+) -> tuple[list[Any], list[Cache]]:
+    """Return the base's loss, then of each other cache its loss, divergence and agreement; and the caches.
+
+    Consumes the caches, of which the first is the base's.
+    """
     logits, written = [], []
     for cache in caches:
         cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
@@ -108,14 +119,16 @@ def compare_chunk(
         check_logits(found, (*tokens.shape, vocab_size))
         logits.append(found)
         written.append(cache)
-    base, other = logits
-    return (
-        measure(losses, base, targets),
-        measure(losses, other, targets),
-        measure(divergence, base, other),
-        measure(has_same_top, base, other),
-        written,
-    )
+    base, *others = logits
+    measured = [
+        (
+            measure(losses, other, targets),
+            measure(divergence, base, other),
+            measure(has_same_top, base, other),
+        )
+        for other in others
+    ]
+    return [measure(losses, base, targets), *measured], written
 
 
 def divergence(
