@@ -24,8 +24,8 @@ from .loops import CODECS, LARGE, LAYOUTS, SMALL, loop, make_arguments
 # Tiles of a TPU are 128 lanes wide: a page of as many slots has scales that lie as they are written.
 PAGE_SIZES = {"v5e": 128, "v6e": 128, "h200": 64}
 TPU_COPIES = {
-    "int4": "5 to 8 bytes of temporaries for each added byte: neither a head's 64 bytes, nor a slot's 4 scales, "
-    "nor a page's 4 runs fill tiles",
+    "int4": "5 to 8 bytes of temporaries for each added byte: neither a head's 64 bytes, nor a slot's 4 "
+    "scales, nor a page's 4 runs fill tiles",
     "int8/int4_token": "2.0 bytes of temporaries for each added byte: neither a head's 64 bytes nor a slot's "
     "4 scales fill tiles",
 }
