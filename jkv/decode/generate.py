@@ -3,7 +3,6 @@
 Knows no text: `jkv.decode.text` turns tokens into it.
 """
 
-import functools
 import reprlib
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from jkv.decode.batch import DEFAULT_BUCKETS, Prompts, read_prompts, round_capac
 from jkv.decode.loop import FINISH_REASONS, NOT_FINITE, RUNNING, WAITING, DecodeState
 from jkv.decode.pages import CachePlan, NumPages, PageBooks, plan_cache
 from jkv.decode.params import SamplingParams, require_whole
-from jkv.decode.running import RunningBatch, place
+from jkv.decode.running import RunningBatch
 from jkv.decode.sampling import Sampler
 from jkv.models.step import StepFunction
 from jkv.sharding import Sharding
@@ -74,6 +73,29 @@ class Decoding:
             raise ValueError("buckets must have a width of prefill steps, got none; leave them out")
         for width in self.buckets:
             require_whole("a width in buckets", width, at_least=1, unit=" token")
+
+    @property
+    def device(self) -> Any:
+        """The one device that the weights are tied to; None where they are free, or on a mesh."""
+        tied = {
+            device
+            for leaf in jax.tree.leaves(self.weights)
+            if isinstance(leaf, jax.Array) and leaf.committed
+            for device in leaf.devices()
+        }
+        return tied.pop() if len(tied) == 1 else None
+
+    def place(self, tree: Any, axes: tuple[str | None, ...] = ("seq",)) -> Any:
+        """Put a tree of arrays, all with these logical first axes, where the weights are.
+
+        What is tied to a device and what is free make two programs of one: both are tied, or both are free.
+        """
+        if self.sharding is None:
+            return jax.device_put(tree, self.device)
+        named = self.sharding.named
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf, named(*axes, *[None] * (leaf.ndim - len(axes)))), tree
+        )
 
 
 def check_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> None:
@@ -264,7 +286,6 @@ def open_batch(
             f"sampling must be one for all or one a prompt, got {len(params)} for {rows} prompts"
         )
     sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=sequences, base_seed=seed)
-    put = functools.partial(place, sharding=decoding.sharding)
     history = (rows, round_capacity(max_new_tokens, 16))
     top = (*history, sampler.num_logprobs)
     of_rows = {
@@ -283,14 +304,14 @@ def open_batch(
         decoding.weights,
         DecodeState(
             cache=make_cache(decoding, sequences, max_new_tokens),
-            stop_ids=put(np.asarray(decoding.stop_ids or (-1,), np.int32), (None,)),
-            **put(of_rows),
+            stop_ids=decoding.place(np.asarray(decoding.stop_ids or (-1,), np.int32), (None,)),
+            **decoding.place(of_rows),
         ),
         sequences,
         open_books(decoding, sequences, max_new_tokens),
         buckets=decoding.buckets,
         vocab_size=decoding.vocab_size,
-        sharding=decoding.sharding,
+        place=decoding.place,
     )
 
 
@@ -308,8 +329,10 @@ def make_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tok
         "sharding": decoding.sharding,
     }
     if plan.num_pages is None:
-        return Cache.dense(decoding.spec, **options)
-    return Cache.paged(decoding.spec, num_pages=plan.num_pages, **options)
+        cache = Cache.dense(decoding.spec, **options)
+    else:
+        cache = Cache.paged(decoding.spec, num_pages=plan.num_pages, **options)
+    return cache if decoding.sharding else decoding.place(cache)
 
 
 def make_full_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Cache:
@@ -326,7 +349,7 @@ def make_full_cache(decoding: Decoding, prompts: Sequence[Sequence[int]], max_ne
         assert books.start(row)
         books.extend(row, len(prompt) + max_new_tokens)
     cache = make_cache(decoding, prompts, max_new_tokens)
-    return cache.assign(place(books.tables(), ("seq", None), sharding=decoding.sharding))
+    return cache.assign(decoding.place(books.tables(), ("seq", None)))
 
 
 def open_books(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> PageBooks | None:

@@ -3,11 +3,9 @@
 Knows a step function and the host's books; nothing of requests and what their tokens mean.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,7 +13,6 @@ from jkv.decode.batch import chunks
 from jkv.decode.loop import RUNNING, STOP, WAITING, DecodeState, decode, prefill, start
 from jkv.decode.pages import PageBooks
 from jkv.models.step import StepFunction
-from jkv.sharding import Sharding
 
 
 class RunningBatch:
@@ -39,7 +36,7 @@ class RunningBatch:
         *,
         buckets: Sequence[int],
         vocab_size: int,
-        sharding: Sharding | None = None,
+        place: Callable[..., Any],
     ):
         """Let all sequences wait.
 
@@ -51,7 +48,7 @@ class RunningBatch:
             books: of the pages of the state's cache.
             buckets: widths of prefill steps.
             vocab_size: columns of the logits.
-            sharding: of the state.
+            place: puts a tree of arrays, and the logical axes that they begin with, where the weights are.
         """
         self.state = state
         self.finish = np.full(len(prompts), WAITING)
@@ -60,7 +57,7 @@ class RunningBatch:
         self._prompts = prompts
         self._buckets = buckets
         self._vocab_size = vocab_size
-        self._place = functools.partial(place, sharding=sharding)
+        self._place = place
 
     def admit(self) -> bool:
         """Start the waiting sequences that there is room for, in their order; returns whether any runs."""
@@ -128,12 +125,3 @@ class RunningBatch:
             logits, cache = prefill(self._step, self._weights, cache, tokens, lens, logits)
         self.state = start(self.state.replace(cache=cache), logits, self._place(is_fresh))
         self.finish[rows] = RUNNING
-
-
-def place(tree: Any, axes: tuple[str | None, ...] = ("seq",), *, sharding: Sharding | None) -> Any:
-    """Put a tree of arrays, all with these logical first axes, on the mesh."""
-    if sharding is None:
-        return jax.tree.map(jnp.asarray, tree)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, sharding.named(*axes, *[None] * (leaf.ndim - len(axes)))), tree
-    )

@@ -3,12 +3,14 @@
 import functools
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
 
 from jkv.decode import generate as module
 from jkv.decode.generate import Decoding, Stream, begin, generate
+from jkv.decode.loop import decode, prefill
 from jkv.decode.score import score
 from jkv.models.decoder import Decoder, cache_spec
 from jkv.models.step import split_model
@@ -115,6 +117,17 @@ def test_a_state_that_is_begun_has_every_page_it_will_need():
     assert held == [[3, 6, 4, 5], [3] * 4]
     with pytest.raises(ValueError, match="the 4 sequences need 18 pages at once, got a pool of 10"):
         begin(make_decoding(num_pages=SMALL_POOL), PROMPTS, max_new_tokens=NUM_NEW)
+
+
+def test_pages_and_sequences_that_come_later_make_no_second_program(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    step, weights = make_model()
+    # A step function of its own, and weights that are tied to a device as a loaded model's are.
+    weights = jax.device_put(weights, jax.devices()[0])
+    decoding = replace(make_decoding(num_pages=SMALL_POOL), step=lambda *given: step(*given), weights=weights)
+    before = prefill._cache_size(), decode._cache_size()
+    list(Stream(decoding, PROMPTS, max_new_tokens=NUM_NEW))
+    assert (prefill._cache_size() - before[0], decode._cache_size() - before[1]) == (1, 1)
 
 
 def test_a_prompt_that_can_never_fit_is_refused():

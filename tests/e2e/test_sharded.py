@@ -88,6 +88,14 @@ def test_greedy_tokens_equal_the_reference(sharded: Sharded):
     assert [list(row.tokens) for row in generations] == expected.tolist()
 
 
+def test_sequences_take_pages_from_the_pool_of_their_device(sharded: Sharded):
+    # 55 tokens take 14 pages of 4, all that each device has for its one sequence.
+    decoding = make_decoding(sharded, num_pages=14)
+    generations = generate(decoding, reference("tokens").tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    expected = reference("greedy")[:, NUM_PROMPT_TOKENS:]
+    assert [list(row.tokens) for row in generations] == expected.tolist()
+
+
 def test_a_cache_is_born_with_each_device_holding_its_own_sequences_and_heads(sharded: Sharded):
     model, sharding = sharded
     spec = cache_spec(model.config, page_size=4, codec="f32")
