@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
 
 from jkv.cache.cache import Cache
 from jkv.decode.platform import COMPILER_OPTIONS
@@ -17,9 +16,10 @@ from jkv.in_place import (
     assert_updates_in_place,
     made_anew,
 )
-from jkv.targets import TARGETS, shapes_on, target
+from jkv.targets import TARGETS, shapes_on
 
 from .loops import CODECS, LARGE, LAYOUTS, SMALL, loop, make_arguments
+from .machines import find_target
 
 # Tiles of a TPU are 128 lanes wide: a page of as many slots has scales that lie as they are written.
 PAGE_SIZES = {"v5e": 128, "v6e": 128, "h200": 64}
@@ -34,13 +34,6 @@ TPU_COPIES = {
 def check(function: Callable[..., Any], codec: str, layout: str = "dense") -> None:
     small, large = (make_arguments(codec, layout, nbytes) for nbytes in (SMALL, LARGE))
     assert_updates_in_place(function, small, large, compiler_options=COMPILER_OPTIONS["cpu"])
-
-
-def find_target(machine: str) -> Mesh:
-    try:
-        return target(machine)
-    except ModuleNotFoundError as error:
-        pytest.skip(str(error))
 
 
 def check_for(machine: str, codec: str, layout: str, page_size: int) -> None:

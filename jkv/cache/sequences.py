@@ -34,7 +34,7 @@ def select(cache: Cache, rows: Int[Array, " seq"]) -> Cache:
     return _with_rows(cache.replace(pools=pools), cache, rows)
 
 
-def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq page"]]) -> Cache:
+def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq _"]]) -> Cache:
     """Return the cache in which sequence `i` continues sequence `rows[i]`, whole pages shared between them.
 
     The page that a sequence will write next is copied if it is partly filled; a window's pages all are, since
@@ -79,9 +79,7 @@ def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq
     return _with_rows(cache.replace(pools=tuple(pools)), cache, rows)
 
 
-def copy_pages(
-    cache: Cache, sources: Sequence[Int[Array, " pair"]], targets: Sequence[Int[Array, " pair"]]
-) -> Cache:
+def copy_pages(cache: Cache, sources: Sequence[Int[Array, "_"]], targets: Sequence[Int[Array, "_"]]) -> Cache:
     """Return the cache with pages copied in every layer, as the books of a copy-on-write say.
 
     Args:

@@ -22,7 +22,7 @@ from jkv.config import (
     config_yaml,
     load_config,
 )
-from jkv.decode.configured import configured_spec
+from jkv.decode.configured import configured_scales, configured_spec
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.weights.locate import is_hub_id
@@ -46,7 +46,10 @@ class Arguments:
 def run(argv: Sequence[str]) -> None:
     """Check the configuration that the command line names, and print what follows from it."""
     arguments, overrides = parse(Arguments, argv, "check")
-    model = stored_config(load_config(arguments.config, overrides).model.path)
+    config = load_config(arguments.config, overrides)
+    model = stored_config(config.model.path)
+    if model is not None:
+        configured_scales(config)
     print(check(arguments.config, overrides, model=model), end="")
 
 

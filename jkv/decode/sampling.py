@@ -17,8 +17,6 @@ from jkv.decode.filters import fixed_point_sum, min_p, relative_weights, top_k, 
 from jkv.decode.params import SamplingParams, require_whole
 from jkv.pytree import State, pytree, static
 
-_LARGEST_FLOAT = float(jnp.finfo(jnp.float32).max)
-
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
@@ -166,10 +164,6 @@ def sample(
         chosen = _argmax(_log_weights(adjusted, sampler.randomness) + noise)
     # Nothing equals a NaN, and the id past the vocabulary is then no token.
     is_finite &= chosen < raw.shape[-1]
-    is_drawn = active & is_finite
-    # Nothing equals a NaN, and the id past the vocabulary is then no token.
-    is_finite &= chosen < raw.shape[-1]
-    is_drawn = active & is_finite
     is_drawn = active & is_finite
     tokens = jnp.where(is_drawn, chosen, pad_id)
     logprobs, top_tokens, top_logprobs = _logprobs(raw, chosen, sampler.num_logprobs)

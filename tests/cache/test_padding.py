@@ -7,7 +7,8 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jkv.cache.codec import CODECS, ArraySpec
-from jkv.targets import target
+
+from ..machines import find_target
 
 NUM_PAGES = 4096
 
@@ -35,7 +36,7 @@ def write(array: jax.Array) -> jax.Array:
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("name", ["v5e", "v6e"])
 def test_padding_is_what_the_compiler_adds(name: str):
-    place = NamedSharding(target(name), PartitionSpec())
+    place = NamedSharding(find_target(name), PartitionSpec())
     for array in arrays():
         in_order = Format(Layout(tuple(range(len(array.shape)))), place)
         program = jax.jit(write, in_shardings=in_order, donate_argnums=0)

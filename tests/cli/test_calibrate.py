@@ -36,6 +36,9 @@ def test_calibrated_scales_serve_the_model_that_they_were_measured_on(
     weights["model.layers.1.self_attn.k_proj.weight"] *= np.float32(1.01)
     safetensors.numpy.save_file(weights, talking_tiny / "model.safetensors")
     assert f"{out} must be calibrated on this model" in refusal(*flags)
+    cache = ("--cache.codec", "int8_static", "--cache.scales", out)
+    said = refusal("check", "smollm2-cpu", "--model.path", talking_tiny, *cache)
+    assert f"{out} must be calibrated on this model" in said
 
 
 def test_a_mesh_a_pool_and_short_steps_change_little(run_jkv, talking_tiny, text, out, tmp_path):
