@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 
 from jkv.cache.cache import Cache
 from jkv.decode.platform import COMPILER_OPTIONS

@@ -39,7 +39,8 @@ def make_heads(rows: int, time: int) -> list[jax.Array]:
 @functools.partial(jax.jit, static_argnames="window")
 def run_step(cache: Cache, lens: jax.Array, heads: list[jax.Array], window: int | None = None):
     cache, batch = cache.begin(lens, time=heads[0].shape[1])
-    return ops.attend(*heads, cache, (0, 0), batch, scale=SCALE, window=window)
+    out, cache, _ = ops.attend(*heads, cache, (0, 0), batch, scale=SCALE, window=window)
+    return out, cache
 
 
 def cut(heads: list[jax.Array], start: int, count: int, time: int) -> list[jax.Array]:
@@ -64,7 +65,7 @@ def test_a_ring_gives_what_banded_attention_gives(widths: list[int], page_size: 
         out, cache = run_step(cache, jnp.array([width]), cut(heads, start, width, 11), window=4)
         outs.append(out[:, :width])
         start += width
-    assert_close(np.concatenate(outs, axis=1), ops.causal_attention(*heads, scale=SCALE, window=4))
+    assert_close(np.concatenate(outs, axis=1), ops.attend(*heads, scale=SCALE, window=4).out)
 
 
 def make_tables(width: int, past: int, *, is_packed: bool) -> np.ndarray:
@@ -97,7 +98,7 @@ def test_rows_of_a_batch_read_their_own_pages_alone(width: int, is_packed: bool)
     prefilled, stepped = run(num_pages - 1)
     for got, expected in zip((prefilled, stepped), run(-1), strict=True):
         np.testing.assert_array_equal(got, expected)
-    expected = np.asarray(ops.causal_attention(*heads, scale=SCALE))
+    expected = np.asarray(ops.attend(*heads, scale=SCALE).out)
     for row, length in enumerate(lengths):
         assert_close(prefilled[row, :length], expected[row, :length])
         assert_close(stepped[row, 0], expected[row, length])
