@@ -18,7 +18,7 @@ from jkv.models.decoder import cache_spec
 from jkv.models.load import load_model
 
 DEFAULT = [name for name, codec in CODECS.items() if codec.scaling != "static" and name != "f32"]
-PAIRS = ["int8/int4", "bf16/int4", "int4/int8"]
+PAIRS = ["int8/int4", "bf16/int4", "int4/int8", "fp8_e4m3/int4"]
 
 
 def main() -> None:
