@@ -52,7 +52,7 @@ def encode(
     heads = rotate(codec, heads.astype(jnp.float32))
     if codec.scaling == "channels":
         return _encode_channels(codec, heads)
-    largest = _largest(codec)
+    largest = largest_entry(codec)
     if codec.scaling == "static":
         return Stored(data=_entries(codec, heads / _of_heads(scale, heads.ndim)))
     scale = jnp.max(jnp.abs(heads), axis=-1) / largest
@@ -129,6 +129,11 @@ def to_bfloat16(x: Array) -> Array:
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
+def largest_entry(codec: Codec) -> float:
+    """Return the number at which the entries of int8 and fp8 saturate."""
+    return 127.0 if codec.entry == "int8" else float(jnp.finfo(FP8[codec.entry]).max)
+
+
 def _encode_channels(codec: Codec, heads: Float[Array, "*rows head_dim"]) -> Stored:
     head_dim = heads.shape[-1]
     span = codec.span(head_dim)
@@ -156,12 +161,8 @@ def _entries(codec: Codec, scaled: Array) -> Array:
     if codec.entry == "int8":
         return jnp.clip(jnp.round(scaled), -127, 127).astype(jnp.int8)
     # A cast to fp8 does not saturate: it would make NaN of what is too large.
-    clipped = jnp.clip(scaled, -_largest(codec), _largest(codec))
+    clipped = jnp.clip(scaled, -largest_entry(codec), largest_entry(codec))
     return jax.lax.bitcast_convert_type(clipped.astype(FP8[codec.entry]), jnp.uint8)
-
-
-def _largest(codec: Codec) -> float:
-    return 127.0 if codec.entry == "int8" else float(jnp.finfo(FP8[codec.entry]).max)
 
 
 def _divisor(scale: Array) -> Array:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Scales
 from jkv.cache.codec import Codec
-from jkv.cache.encoding import decode, encode, rotate
+from jkv.cache.encoding import decode, encode, largest_entry, rotate
 from jkv.cache.spec import CacheSpec
 from jkv.decode.batch import Prompts, chunks, read_prompts, round_capacity
 from jkv.decode.generate import Decoding
@@ -126,7 +126,7 @@ def _sites(spec: CacheSpec) -> tuple[_Site, ...]:
 def _scales(spec: CacheSpec, limits: Mapping[_Site, np.ndarray]) -> Scales:
     """Return the scales at which entries saturate at the limits, for each group."""
     found = {
-        (site.group, site.which): jnp.asarray(limit / _largest_entry(site.codec), jnp.float32)
+        (site.group, site.which): jnp.asarray(limit / largest_entry(site.codec), jnp.float32)
         for site, limit in limits.items()
     }
     return [(found.get((group, 0)), found.get((group, 1))) for group in range(len(spec.groups))]
@@ -225,7 +225,7 @@ def _squared_errors(
     relative = heads / limits[:, None, :, None]
 
     def errors(share: Float[Array, ""]) -> Float[Array, "layer time kv_head head_dim"]:
-        scale = jnp.full(heads.shape[2], share / _largest_entry(codec))
+        scale = jnp.full(heads.shape[2], share / largest_entry(codec))
         return jnp.square(decode(plain, encode(plain, relative, scale), scale) - relative)
 
     return _at_shares(errors)
@@ -234,13 +234,6 @@ def _squared_errors(
 def _at_shares(cost: Callable[[Array], Array]) -> Float[Array, "share layer kv_head"]:
     """Return what entries cost at each share, summed over the entries of a head."""
     return jax.lax.map(lambda share: cost(share).sum((1, 3)), jnp.asarray(SHARES, jnp.float32))
-
-
-def _largest_entry(codec: Codec) -> float:
-    """Return the number at which entries saturate."""
-    with jax.ensure_compile_time_eval():
-        one = jnp.ones(1)
-        return float(decode(codec, encode(codec, jnp.full((1, 1), jnp.inf), one), one)[0, 0])
 
 
 def _reduce(combine: Callable[..., np.ndarray], steps: Iterator[list[np.ndarray]]) -> list[np.ndarray]:
