@@ -8,6 +8,7 @@ the walk begins with the sums over each query's own run, whose keys lie beside t
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ _products = functools.partial(
 )
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """An online softmax over the keys met so far.
 
     Attributes:
@@ -36,27 +37,37 @@ class _Sums(NamedTuple):
 
     peak: Float[Array, "seq kv_head row"]
     total: Float[Array, "seq kv_head row"]
-    values: Float[Array, "seq kv_head row head_dim"]
+    values: Float[Array, "seq kv_head row value_dim"]
 
 
-class _Walk(NamedTuple):
-    """How far each sequence's blocks reach.
+class Walk(NamedTuple):
+    """How far each sequence's blocks of pages reach, and what of them each query row sees.
 
     Attributes:
         table: the layer's page table.
+        page_offset: the pool's page that is page 0 of the layer.
         first_page: first page of each sequence's first block.
         num_blocks: blocks of the longest walk.
         positions: of each query row; -1 sees nothing.
         limits: the first position that a query row does not see in the pages.
         ends: tokens that each sequence holds.
+        num_pages: pages of the layer.
+        page_size: slots of a page.
+        block_pages: pages of a block.
+        window: latest positions that a query sees; None is all.
     """
 
     table: Int[Array, "seq max_pages"]
+    page_offset: Int[Array, ""] | int
     first_page: Int[Array, " seq"]
     num_blocks: Int[Array, ""]
     positions: Int[Array, "seq row"]
     limits: Int[Array, "seq row"]
     ends: Int[Array, " seq"]
+    num_pages: int
+    page_size: int
+    block_pages: int
+    window: int | None
 
 
 def paged_attention(
@@ -70,76 +81,165 @@ def paged_attention(
     tiling: Tiling | None = None,
 ) -> tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]:
     """Compute what `reference.paged_attention` defines; logits, softmax and sums are float32."""
-    query, keys, values, table, offset = (*arguments[:4], arguments.page_offset)
+    query, keys, values = arguments[:3]
     num_seqs, time, num_heads, head_dim = query.shape
     _, num_kv_heads, page_size, _ = keys.data.shape
     group = num_heads // num_kv_heads
-    block_pages = max(1, min((tiling or Tiling()).block_tokens // page_size, table.shape[1]))
-    block = block_pages * page_size
-    walk = _plan(arguments, block_pages, group, window)
+    walk = plan_walk(
+        arguments.page_table,
+        arguments.starts,
+        arguments.lens,
+        arguments.page_offset,
+        row_tokens=(time, group),
+        num_pages=num_pages,
+        page_size=page_size,
+        run_slots=keys.run_slots,
+        window=window,
+        tiling=tiling or Tiling(),
+    )
+    rows = head_rows(query * scale, num_kv_heads)
 
-    # [seq, kv_head, time * group, head_dim]: the queries of one KV head are rows of one product.
-    rows = query.reshape(num_seqs, time, num_kv_heads, group, head_dim).swapaxes(1, 2)
-    rows = (rows * scale).reshape(num_seqs, num_kv_heads, time * group, head_dim)
+    def read(pages: Int[Array, "seq page"]) -> tuple[jax.Array, Pages]:
+        return logits_of(rows, gather(keys, pages), soft_cap), gather(values, pages)
 
-    def step(i: jax.Array, sums: _Sums) -> _Sums:
-        logical = walk.first_page[:, None] + i * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None]
-        pages, is_page = _layer_pages(walk.table, logical, num_pages, offset)
-        places = logical[:, :1] * page_size + jnp.arange(block, dtype=jnp.int32)[None]
-        is_live = jnp.repeat(is_page, page_size, axis=1) & (places < walk.ends[:, None])
-        is_seen = is_live[:, None] & (places[:, None] < walk.limits[:, :, None])
-        if window is not None:
-            is_seen &= places[:, None] > walk.positions[:, :, None] - window
-        logits = _logits(rows, _gather(keys, pages))
-        return _add(sums, logits, is_seen, _gather(values, pages), is_live, soft_cap)
-
-    sums = _empty((num_seqs, num_kv_heads, time * group), head_dim)
+    sums = no_sums((num_seqs, num_kv_heads, time * group), head_dim)
     if arguments.recent is not None:
         sums = _own_runs(arguments, rows, walk.positions, num_pages, window=window, soft_cap=soft_cap)
     if sinks is not None:
         sink = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), (1, time))[None]
         sums = _add_sink(sums, jnp.where((walk.positions >= 0)[:, None], sink, -jnp.inf))
-    peak, total, out = jax.lax.fori_loop(jnp.int32(0), walk.num_blocks, step, sums)
+    out, log_sum = finish(follow(walk, sums, read), time)
+    return out.astype(query.dtype), log_sum
+
+
+def plan_walk(
+    table: Int[Array, "seq max_pages"],
+    starts: Int[Array, " seq"],
+    lens: Int[Array, " seq"],
+    page_offset: Int[Array, ""] | int,
+    *,
+    row_tokens: tuple[int, int],
+    num_pages: int,
+    page_size: int,
+    run_slots: int | None = None,
+    window: int | None,
+    tiling: Tiling,
+) -> Walk:
+    """Plan the walk; blocks begin at multiples of their size, so that sums do not depend on the step.
+
+    Args:
+        table: see `PagedArguments`, as the next three.
+        starts: see there.
+        lens: see there.
+        page_offset: see there.
+        row_tokens: tokens of a step, and query rows of each.
+        num_pages: pages that one layer owns in the pool.
+        page_size: slots of a page.
+        run_slots: slots of a run, where a query's own run is not read from the pages.
+        window: latest positions that a query sees, its own included.
+        tiling: how the walk is cut.
+    """
+    time, group = row_tokens
+    block_pages = max(1, min(tiling.block_tokens // page_size, table.shape[1]))
+    block = block_pages * page_size
+    ends = starts + lens
+    steps = jnp.arange(time, dtype=jnp.int32)[None]
+    positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1)
+    first = jnp.zeros_like(starts)
+    if window is not None:
+        first = jax.lax.div(jnp.maximum(starts - window + 1, 0), jnp.int32(block))
+    last = jax.lax.div(ends + jnp.int32(block - 1), jnp.int32(block))
+    positions = jnp.repeat(positions, group, axis=1)
+    limits = positions + 1 if run_slots is None else positions - positions % run_slots
+    return Walk(
+        table=table,
+        page_offset=page_offset,
+        first_page=first * block_pages,
+        num_blocks=jnp.max(jnp.where(lens > 0, last - first, 0)),
+        positions=positions,
+        limits=limits,
+        ends=ends,
+        num_pages=num_pages,
+        page_size=page_size,
+        block_pages=block_pages,
+        window=window,
+    )
+
+
+def follow(walk: Walk, sums: Sums, read: Callable[[Int[Array, "seq page"]], tuple[jax.Array, Pages]]) -> Sums:
+    """Take every block of the walk into the sums.
+
+    Args:
+        walk: which pages are read, and who sees them.
+        sums: what is there before.
+        read: gives a block's logits `[seq, kv_head, row, slot]` and values from the places of its pages.
+    """
+    block_pages, page_size = walk.block_pages, walk.page_size
+
+    def step(i: jax.Array, sums: Sums) -> Sums:
+        logical = walk.first_page[:, None] + i * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None]
+        pages, is_page = _layer_pages(walk.table, logical, walk.num_pages, walk.page_offset)
+        places = logical[:, :1] * page_size + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None]
+        is_live = jnp.repeat(is_page, page_size, axis=1) & (places < walk.ends[:, None])
+        is_seen = is_live[:, None] & (places[:, None] < walk.limits[:, :, None])
+        if walk.window is not None:
+            is_seen &= places[:, None] > walk.positions[:, :, None] - walk.window
+        logits, values = read(pages)
+        return _add(sums, logits, is_seen, values, is_live)
+
+    return jax.lax.fori_loop(jnp.int32(0), walk.num_blocks, step, sums)
+
+
+def finish(
+    sums: Sums, time: int
+) -> tuple[Float[Array, "seq time q_head value_dim"], Float[Array, "seq time q_head"]]:
+    """Return the attended values and the log-sum-exp, heads of a token together again."""
+    peak, total, out = sums
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     log_sum = jnp.where(total == 0, -jnp.inf, peak + jnp.log(jnp.where(total == 0, 1.0, total)))
-    regroup = functools.partial(_regroup, num_seqs=num_seqs, time=time, num_heads=num_heads)
-    return regroup(out).astype(query.dtype), regroup(log_sum)
+    return _regroup(out, time), _regroup(log_sum, time)
 
 
-def _empty(rows: tuple[int, ...], head_dim: int) -> _Sums:
-    return _Sums(
+def head_rows(query: Float[Array, "seq time q_head head_dim"], num_kv_heads: int) -> Rows:
+    """Return queries as rows `time * group` of their KV head, so that each head is one product."""
+    num_seqs, time, num_heads, head_dim = query.shape
+    group = num_heads // num_kv_heads
+    rows = query.reshape(num_seqs, time, num_kv_heads, group, head_dim).swapaxes(1, 2)
+    return rows.reshape(num_seqs, num_kv_heads, time * group, head_dim)
+
+
+def no_sums(rows: tuple[int, ...], value_dim: int) -> Sums:
+    """Return the sums of `[seq, kv_head, row]` that have met no key."""
+    return Sums(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
-        jnp.zeros((*rows, head_dim), jnp.float32),
+        jnp.zeros((*rows, value_dim), jnp.float32),
     )
 
 
 def _add(
-    sums: _Sums,
+    sums: Sums,
     logits: Float[Array, "seq kv_head row block"],
     is_seen: Bool[Array, "seq row block"],
     values: Pages,
     is_live: Bool[Array, "seq block"],
-    soft_cap: float | None,
-) -> _Sums:
+) -> Sums:
     """Take a block of keys and values into the sums."""
-    if soft_cap is not None:
-        logits = soft_cap * jnp.tanh(logits / soft_cap)
     logits = jnp.where(is_seen[:, None], logits, -jnp.inf)
     peak = jnp.maximum(sums.peak, logits.max(-1))
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
     weights = jnp.exp(logits - shift[..., None])
     keep = jnp.exp(sums.peak - shift)
     update = _weighted_sum(weights, values, is_live)
-    return _Sums(peak, sums.total * keep + weights.sum(-1), sums.values * keep[..., None] + update)
+    return Sums(peak, sums.total * keep + weights.sum(-1), sums.values * keep[..., None] + update)
 
 
-def _add_sink(sums: _Sums, sink: Float[Array, "seq kv_head row"]) -> _Sums:
+def _add_sink(sums: Sums, sink: Float[Array, "seq kv_head row"]) -> Sums:
     """Take a logit without a value into the sums; -inf is none."""
     peak = jnp.maximum(sums.peak, sink)
     shift = jnp.where(peak == -jnp.inf, 0.0, peak)
     keep = jnp.exp(sums.peak - shift)
-    return _Sums(peak, sums.total * keep + jnp.exp(sink - shift), sums.values * keep[..., None])
+    return Sums(peak, sums.total * keep + jnp.exp(sink - shift), sums.values * keep[..., None])
 
 
 def _own_runs(
@@ -150,7 +250,7 @@ def _own_runs(
     *,
     window: int | None,
     soft_cap: float | None,
-) -> _Sums:
+) -> Sums:
     """Return each query's sums over its own run, whose keys are `recent`.
 
     Queries are cut into pieces of at most a run, each of which reaches into two runs: pieces are sequences of
@@ -192,14 +292,14 @@ def _own_runs(
     places = begins[:, :, None] + jnp.arange(span, dtype=jnp.int32)[None, None]
     ends = (arguments.starts + arguments.lens)[:, None, None]
     is_live, places = reach(is_page[..., None] & (places < ends)), reach(places)
-    values = _gather(arguments.values, reach(pages[..., None]), reach(within[..., None]), span)
+    values = gather(arguments.values, reach(pages[..., None]), reach(within[..., None]), span)
     own = pieces(positions, 1)
     is_seen = is_live[:, None] & (places[:, None] <= own[..., None])
     is_seen &= places[:, None] // span == own[..., None] // span
     if window is not None:
         is_seen &= places[:, None] > own[..., None] - window
-    logits = _logits(pieces(rows, 2), Pages(reach(keys, axis=3).astype(rows.dtype)))
-    sums = _add(_empty(logits.shape[:3], head_dim), logits, is_seen, values, is_live, soft_cap)
+    logits = logits_of(pieces(rows, 2), Pages(reach(keys, axis=3).astype(rows.dtype)), soft_cap)
+    sums = _add(no_sums(logits.shape[:3], head_dim), logits, is_seen, values, is_live)
 
     def whole(array: jax.Array) -> jax.Array:
         """Put the pieces of each sequence together again."""
@@ -223,31 +323,7 @@ def _layer_pages(
     return jnp.where(is_page, pages, 0) + offset, is_page
 
 
-def _plan(arguments: PagedArguments, block_pages: int, group: int, window: int | None) -> _Walk:
-    """Plan the walk; blocks begin at multiples of their size, so that sums do not depend on the step."""
-    query, keys, _, table, starts, lens, *_ = arguments
-    block = block_pages * keys.data.shape[2]
-    ends = starts + lens
-    steps = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
-    positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1)
-    first = jnp.zeros_like(starts)
-    if window is not None:
-        first = jax.lax.div(jnp.maximum(starts - window + 1, 0), jnp.int32(block))
-    last = jax.lax.div(ends + jnp.int32(block - 1), jnp.int32(block))
-    positions = jnp.repeat(positions, group, axis=1)
-    # A query's own run is not read from the pages.
-    limits = positions + 1 if keys.run_slots is None else positions - positions % keys.run_slots
-    return _Walk(
-        table=table,
-        first_page=first * block_pages,
-        num_blocks=jnp.max(jnp.where(lens > 0, last - first, 0)),
-        positions=positions,
-        limits=limits,
-        ends=ends,
-    )
-
-
-def _gather(
+def gather(
     stored: Pages,
     pages: Int[Array, "seq page"],
     within: Int[Array, "seq page"] | None = None,
@@ -282,8 +358,15 @@ def _gather(
     return jax.tree.map(take, stored)
 
 
-def _logits(rows: Rows, keys: Pages) -> Float[Array, "seq kv_head row block"]:
-    """Return the products of query rows and a block of keys."""
+def logits_of(
+    rows: Rows, keys: Pages, soft_cap: float | None = None
+) -> Float[Array, "seq kv_head row block"]:
+    """Return the products of query rows and a block of keys, capped."""
+    logits = _products_of_entries(rows, keys)
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def _products_of_entries(rows: Rows, keys: Pages) -> Float[Array, "seq kv_head row block"]:
     if keys.scale is None:
         data = keys.data
         return _products("bkrd,bksd->bkrs", rows.astype(data.dtype), data)
@@ -357,8 +440,8 @@ def _entries(stored: Pages, dtype: DTypeLike) -> Array:
     return stored.read(stored.data).astype(dtype)
 
 
-def _regroup(x: jax.Array, *, num_seqs: int, time: int, num_heads: int) -> jax.Array:
+def _regroup(x: jax.Array, time: int) -> jax.Array:
     """Turn `[seq, kv_head, time * group, ...]` back into `[seq, time, q_head, ...]`."""
-    num_kv_heads = x.shape[1]
-    split = x.reshape(num_seqs, num_kv_heads, time, num_heads // num_kv_heads, *x.shape[3:])
-    return split.swapaxes(1, 2).reshape(num_seqs, time, num_heads, *x.shape[3:])
+    num_seqs, num_kv_heads, num_rows, *entry = x.shape
+    split = x.reshape(num_seqs, num_kv_heads, time, num_rows // time, *entry)
+    return split.swapaxes(1, 2).reshape(num_seqs, time, -1, *entry)
