@@ -1,7 +1,7 @@
 """Functions from cache to cache that move whole sequences: clear, select, fork, copy pages.
 
 Know pages and tables; nothing of what a page holds. Page ids are those of one device: on a mesh they are
-called inside `shard_map`, each shard with its own sequences.
+called inside `shard_map`, each shard with its own sequences, and refused outside.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,11 @@ def select(cache: Cache, rows: Int[Array, " seq"]) -> Cache:
     Args:
         cache: consumed where the caller donates it. One layer of it is copied at a time.
         rows: in `[0, seq)`.
+
+    Raises:
+        ValueError: the sequences are split over a mesh.
     """
+    _check_one_shard(cache)
     pools = tuple(_copy(pool, pool.page_table[rows], pool.page_table) for pool in cache.pools)
     return _with_rows(cache.replace(pools=pools), cache, rows)
 
@@ -48,8 +52,9 @@ def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq
             of the table, so that the next write is refused.
 
     Raises:
-        ValueError: `pages` does not have these shapes.
+        ValueError: `pages` does not have these shapes, or the sequences are split over a mesh.
     """
+    _check_one_shard(cache)
     num_seqs = cache.lengths.shape[0]
     widths = [
         pool.page_table.shape[1] if cache.is_ring(index) else 1 for index, pool in enumerate(cache.pools)
@@ -86,9 +91,24 @@ def copy_pages(cache: Cache, sources: Sequence[Int[Array, "_"]], targets: Sequen
         cache: consumed where the caller donates it; its tables are left to `Cache.assign`.
         sources: pages of each group; -1 copies none.
         targets: where each goes, all different.
+
+    Raises:
+        ValueError: the sequences are split over a mesh.
     """
+    _check_one_shard(cache)
     triples = zip(cache.pools, sources, targets, strict=True)
     return cache.replace(pools=tuple(_copy(*triple) for triple in triples))
+
+
+def _check_one_shard(cache: Cache) -> None:
+    """Refuse pools of several shards, in which a page id names another page than in one."""
+    for group, pool in zip(cache.spec.groups, cache.pools, strict=True):
+        num_shards = pool.keys.data.shape[0] // (group.num_layers * pool.num_pages)
+        if num_shards > 1:
+            raise ValueError(
+                "sequences are moved within one shard, whose page ids are its own, got a cache of "
+                f"{num_shards} shards; call this inside shard_map, each shard with its own rows"
+            )
 
 
 def _with_rows(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:

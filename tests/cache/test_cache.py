@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jkv import ops
+from jkv.cache import sequences
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.sharding import Sharding
@@ -206,13 +207,39 @@ def test_an_empty_cache_is_refused_with_its_sizes(rows: int, capacity: int):
         Cache.dense(make_spec(), num_sequences=rows, capacity=capacity)
 
 
-def test_a_mesh_that_does_not_divide_the_batch_is_refused():
+def make_sharding() -> Sharding:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    sharding = Sharding.create(mesh, {"seq": "data", "page": "data"})
+    return Sharding.create(mesh, {"seq": "data", "page": "data"})
+
+
+def test_a_mesh_that_does_not_divide_the_batch_is_refused():
     with pytest.raises(
         ValueError, match="'seq' has 6 entries, which 4 shards of mesh axis 'data' do not divide"
     ):
-        Cache.dense(make_spec(), num_sequences=6, capacity=4, sharding=sharding)
+        Cache.dense(make_spec(), num_sequences=6, capacity=4, sharding=make_sharding())
+
+
+def test_sequences_move_within_a_shard_and_nowhere_else():
+    sharding = make_sharding()
+    cache = Cache.dense(make_spec(), num_sequences=8, capacity=2, sharding=sharding)
+    cache = cache.replace(lengths=jax.device_put(jnp.arange(8, dtype=jnp.int32), sharding.named("seq")))
+    rows = jnp.tile(jnp.array([1, 1], jnp.int32), 4)
+    for move in (
+        sequences.select,
+        lambda cache, rows: sequences.fork(cache, rows, [rows[:, None]]),
+        lambda cache, rows: sequences.copy_pages(cache, [rows], [rows]),
+    ):
+        with pytest.raises(ValueError, match=r"moved within one shard, .* got a cache of 4 shards"):
+            move(cache, rows)
+    specs = jax.tree.map(lambda array: array.sharding.spec, cache)
+    select = jax.shard_map(
+        sequences.select,
+        mesh=sharding.mesh,
+        in_specs=(specs, sharding.spec("seq")),
+        out_specs=specs,
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(select)(cache, rows).lengths, [1, 1, 3, 3, 5, 5, 7, 7])
 
 
 def make_window(**options) -> Cache:
