@@ -72,12 +72,12 @@ class Sharding:
         """Return the NamedSharding of an array whose dimensions are the logical `axes`."""
         return NamedSharding(self.mesh, self.spec(*axes))
 
-    def size(self, axis: str) -> int:
-        """Return how many parts the logical `axis` is split into."""
-        mesh_axis = dict(self.rules).get(axis)
+    def size(self, axis: str | None) -> int:
+        """Return how many parts the logical `axis` is split into; a dimension without a name is whole."""
+        mesh_axis = dict(self.rules).get(axis) if axis else None
         return self.mesh.shape[mesh_axis] if mesh_axis else 1
 
-    def check_divides(self, axis: str, size: int) -> None:
+    def check_divides(self, axis: str | None, size: int) -> None:
         """Refuse a dimension that its mesh axis does not divide.
 
         Raises:
@@ -86,7 +86,7 @@ class Sharding:
         if size % self.size(axis):
             raise ValueError(
                 f"{axis!r} has {size} entries, which {self.size(axis)} shards of mesh axis "
-                f"{dict(self.rules)[axis]!r} do not divide"
+                f"{dict(self.rules).get(axis or '')!r} do not divide"
             )
 
     @property

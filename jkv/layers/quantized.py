@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.layers.dense import dense
 from jkv.layers.linear import Embedding, Linear
+from jkv.layers.moe import Experts
 
 WeightCodec = Literal["int8", "int4"]
 
@@ -157,9 +158,12 @@ def quantize(model: nnx.Module, codec: WeightCodec) -> None:
     The output head is kept in int8 with either codec.
 
     Raises:
-        ValueError: a projection's inputs do not pack, or the model is placed on a mesh.
+        ValueError: a projection's inputs do not pack, the model has experts, or is placed on a mesh.
     """
-    for _, module in list(nnx.iter_modules(model)):
+    modules = [module for _, module in nnx.iter_modules(model)]
+    if any(isinstance(module, Experts) for module in modules):
+        raise ValueError(f"{codec} weights must have no experts among them, got some; use bfloat16")
+    for module in modules:
         for name, child in list(vars(module).items()):
             if type(child) not in (Linear, Embedding):
                 continue

@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 from jkv.layers.linear import Embedding, Linear
+from jkv.layers.moe import MoE, Routing
 from jkv.layers.quantized import Int4Weight, Int8Weight, QuantizedEmbedding, QuantizedLinear, quantize
 
 SIZES = [(64, 7), (576, 40), (1536, 12), (4096, 5)]
@@ -104,6 +105,11 @@ def test_quantize_packs_every_projection_and_keeps_the_head_in_int8():
     assert isinstance(model.up.weight, Int4Weight)
     assert model.up.bias is bias
     assert isinstance(model.lm_head.weight, Int8Weight)
+
+
+def test_experts_are_not_packed():
+    with pytest.raises(ValueError, match="int8 weights must have no experts"):
+        quantize(MoE(64, 64, Routing(4, 2), rngs=nnx.Rngs(0)), "int8")
 
 
 def test_packed_bytes_are_an_eighth_and_a_quarter_of_float32_and_scales():

@@ -1,0 +1,322 @@
+"""A mixture of experts: each token goes through a few gated MLPs of many (Shazeer et al. 2017).
+
+Knows nothing of models: routing is data.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jkv.layers.grouped import grouped_dense
+from jkv.layers.linear import output_placement
+from jkv.layers.mlp import SWIGLU, GatedMLP, Gating
+from jkv.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token finds its experts; hashable.
+
+    Attributes:
+        num_experts: experts of a layer.
+        num_active: experts that a token goes through, those of its highest scores.
+        score: of a logit: softmax over all experts, or the sigmoid of each alone.
+        num_groups: equal runs of experts, of which a token uses a few (DeepSeek-V2, section 2.2.2).
+        num_active_groups: groups that a token's experts may be in.
+        group_score: a group's score: its best expert's (DeepSeek-V2), or the sum of its best two (V3).
+        is_normalized: the chosen scores are divided by their sum, which makes softmax that of the chosen.
+        scale: multiplies the chosen scores.
+        has_bias: a bias on the logits.
+        has_correction: a bias on the scores by which experts are chosen, but not on those that weigh them
+            (DeepSeek-V3, eq. 16).
+    """
+
+    num_experts: int
+    num_active: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    num_active_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    is_normalized: bool = False
+    scale: float = 1.0
+    has_bias: bool = False
+    has_correction: bool = False
+
+
+def check_routing(routing: Routing) -> Routing:
+    """Return `routing`, or raise a ValueError that names the sizes which do not fit each other."""
+    experts, groups = routing.num_experts, routing.num_groups
+    if groups < 1 or experts % groups or not 1 <= routing.num_active_groups <= groups:
+        raise ValueError(
+            f"groups must divide the experts and hold those in use, got {experts} experts, {groups} groups, "
+            f"{routing.num_active_groups} in use"
+        )
+    reachable = experts // groups * routing.num_active_groups
+    if not 1 <= routing.num_active <= reachable:
+        raise ValueError(
+            f"a token must use 1 to {reachable} experts, those in its groups, got {routing.num_active}"
+        )
+    if routing.group_score == "top2" and groups > 1 and experts // groups < 2:
+        raise ValueError(
+            f"a group scored by its best two must have two experts, got {experts} in {groups} groups"
+        )
+    return routing
+
+
+class Chosen(NamedTuple):
+    """The experts of each token, best first, and what their outputs are multiplied by (float32)."""
+
+    experts: Int[Array, "seq time active"]
+    weights: Float[Array, "seq time active"]
+
+
+class Router(nnx.Module):
+    """Chooses each token's experts, in float32: a rounded score may name another expert."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        routing: Routing,
+        *,
+        param_dtype: DTypeLike = jnp.float32,
+        sharding: Sharding | None = None,
+        rngs: nnx.Rngs,
+    ):
+        draw = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
+        shape = (routing.num_experts, embed_dim)
+        # Every device chooses among all experts, however they are split.
+        self.weight = nnx.Param(draw(rngs.params(), shape, param_dtype), logical_axes=(None, "embed"))
+        self.bias = nnx.data(None)
+        self.correction = nnx.data(None)
+        if routing.has_bias:
+            self.bias = nnx.Param(jnp.zeros(routing.num_experts, param_dtype), logical_axes=(None,))
+        if routing.has_correction:
+            # Steps of training change it by less than bfloat16 holds.
+            self.correction = nnx.Param(jnp.zeros(routing.num_experts, jnp.float32), logical_axes=(None,))
+        self.routing = check_routing(routing)
+        self.sharding = sharding
+
+    def __call__(self, x: Float[Array, "seq time embed"]) -> Chosen:
+        """Return each token's experts and their weights."""
+        logits = jnp.einsum(
+            "ste,ne->stn",
+            x.astype(jnp.float32),
+            self.weight[...].astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+            out_sharding=output_placement(self.sharding, "seq", None, None),
+        )
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(jnp.float32)[None, None]
+        correction = None if self.correction is None else self.correction[...]
+        return choose_experts(self.routing, logits, correction)
+
+
+def choose_experts(
+    routing: Routing,
+    logits: Float[Array, "seq time expert"],
+    correction: Float[Array, " expert"] | None = None,
+) -> Chosen:
+    """Return the experts of the highest scores; of equal ones, the first."""
+    is_softmax = routing.score == "softmax"
+    scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
+    choice = scores if correction is None else scores + correction[None, None]
+    if routing.num_active_groups < routing.num_groups:
+        choice = _within_best_groups(routing, choice)
+    _, experts = jax.lax.top_k(choice, routing.num_active)
+    is_chosen = jax.nn.one_hot(experts, routing.num_experts, dtype=bool)
+    weights = jnp.where(is_chosen, scores[..., None, :], 0).sum(-1)
+    if routing.is_normalized:
+        # Sigmoids may all be zero.
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-20)
+    return Chosen(experts, weights * routing.scale)
+
+
+def _within_best_groups(routing: Routing, choice: jax.Array) -> jax.Array:
+    """Return the scores, those of groups that the token does not use at -inf."""
+    groups = choice.reshape(*choice.shape[:-1], routing.num_groups, -1)
+    best, _ = jax.lax.top_k(groups, 1 if routing.group_score == "max" else 2)
+    _, used = jax.lax.top_k(best.sum(-1), routing.num_active_groups)
+    is_used = jax.nn.one_hot(used, routing.num_groups, dtype=bool).any(-2)
+    return jnp.where(is_used[..., None], groups, -jnp.inf).reshape(choice.shape)
+
+
+class GroupedLinear(nnx.Module):
+    """A linear map for each expert, its weight `[expert, in, out]`."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        axes: tuple[str, str],
+        has_bias: bool,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        draw = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
+        shape = (num_experts, in_features, out_features)
+        self.weight = nnx.Param(draw(rngs.params(), shape, param_dtype), logical_axes=("expert", *axes))
+        self.bias = nnx.data(None)
+        if has_bias:
+            self.bias = nnx.Param(
+                jnp.zeros((num_experts, out_features), param_dtype), logical_axes=("expert", axes[1])
+            )
+
+
+class Experts(nnx.Module):
+    """The gated MLPs; arguments as `MoE`."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        num_experts: int,
+        *,
+        gating: Gating,
+        has_bias: bool,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        sharding: Sharding | None,
+        rngs: nnx.Rngs,
+    ):
+        if sharding is not None:
+            rules = dict(sharding.rules)
+            if "expert" in rules and rules["expert"] == rules.get("seq"):
+                raise ValueError(
+                    "experts and sequences must be split over different mesh axes, got the rule "
+                    f"{rules['expert']!r} for both 'expert' and 'seq'"
+                )
+            sharding.check_divides("expert", num_experts)
+            sharding.check_divides("mlp", mlp_dim)
+        options: dict[str, Any] = {"has_bias": has_bias, "param_dtype": param_dtype, "rngs": rngs}
+        self.gate_proj = GroupedLinear(num_experts, embed_dim, mlp_dim, axes=("embed", "mlp"), **options)
+        self.up_proj = GroupedLinear(num_experts, embed_dim, mlp_dim, axes=("embed", "mlp"), **options)
+        self.down_proj = GroupedLinear(num_experts, mlp_dim, embed_dim, axes=("mlp", "embed"), **options)
+        self.gating = gating
+        self.dtype = dtype
+        self.sharding = sharding
+
+    def __call__(self, x: Float[Array, "seq time embed"], chosen: Chosen) -> Float[Array, "seq time embed"]:
+        """Return the weighted sum of each token's experts."""
+        x = x.astype(self.dtype)
+        arrays = self._of_each(lambda parameter: parameter[...])
+        if self.sharding is None:
+            return self._mix(x, *chosen, arrays)
+        rows = self.sharding.spec("seq", None, None)
+        return jax.shard_map(
+            self._mix,
+            mesh=self.sharding.mesh,
+            in_specs=(rows, rows, rows, self._of_each(self._placement)),
+            out_specs=rows,
+            check_vma=False,
+        )(x, *chosen, arrays)
+
+    def _of_each(self, function: Callable[[nnx.Param], Any]) -> list[tuple[Any, Any]]:
+        """Return what the function gives for the weight and bias of gate, up and down projection."""
+        linears = (self.gate_proj, self.up_proj, self.down_proj)
+        return [
+            (function(linear.weight), None if linear.bias is None else function(linear.bias))
+            for linear in linears
+        ]
+
+    def _placement(self, parameter: nnx.Param) -> PartitionSpec:
+        """Return how a parameter enters the sum: whole along `embed`, however it is stored."""
+        assert self.sharding is not None
+        axes = parameter.get_metadata("logical_axes")
+        return self.sharding.spec(*(None if axis == "embed" else axis for axis in axes))
+
+    def _mix(
+        self,
+        x: Float[Array, "seq time embed"],
+        experts: Int[Array, "seq time active"],
+        weights: Float[Array, "seq time active"],
+        arrays: list[tuple[Array, Array | None]],
+    ) -> Float[Array, "seq time embed"]:
+        """Sum over one device's experts; rows of others are sorted to the end and count as zero."""
+        gate, up, (down, down_bias) = arrays
+        num_here, num_active = down.shape[0], experts.shape[-1]
+        found = experts.reshape(-1) - self._part("expert") * num_here
+        is_here = (found >= 0) & (found < num_here)
+        found = jnp.where(is_here, found, num_here)
+        order = jnp.argsort(found)
+        sizes = jax.nn.one_hot(found, num_here, dtype=jnp.int32).sum(0)
+
+        def project(rows: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+            product = grouped_dense(rows, weight, sizes)
+            return product if bias is None else product + bias[found[order]].astype(self.dtype)
+
+        if down_bias is not None:
+            # Devices that each have a part of the width add their products up, and the bias once.
+            down_bias = jnp.where(self._part("mlp") == 0, down_bias, 0)
+        rows = x.reshape(-1, x.shape[-1])[order // num_active]
+        out = project(self.gating(project(rows, *gate), project(rows, *up)), down, down_bias)
+        out = out[jnp.argsort(order)].astype(jnp.float32) * weights.reshape(-1, 1)
+        out = jnp.where(is_here[:, None], out, 0).reshape(*experts.shape, -1).sum(-2).astype(self.dtype)
+        return jax.lax.psum(out, self._split) if self._split else out
+
+    @property
+    def _split(self) -> tuple[str, ...]:
+        """The mesh axes whose devices each hold a part of every sum."""
+        rules = {} if self.sharding is None else dict(self.sharding.rules)
+        return tuple(rules[axis] for axis in ("expert", "mlp") if axis in rules)
+
+    def _part(self, axis: str) -> jax.Array | int:
+        """Return which part of a logical axis this device has."""
+        rules = {} if self.sharding is None else dict(self.sharding.rules)
+        return jax.lax.axis_index(rules[axis]) if axis in rules else 0
+
+
+class MoE(nnx.Module):
+    """A mixture of gated MLPs in place of one; called as `GatedMLP`.
+
+    Args:
+        embed_dim: width of input and output.
+        mlp_dim: width of one expert.
+        routing: how tokens find their experts.
+        shared_dim: width of a gated MLP that every token goes through too; None is none.
+        gating: of the experts and the shared MLP.
+        has_bias: biases in the experts and the shared MLP.
+        dtype: dtype of activations.
+        param_dtype: dtype of stored parameters.
+        sharding: splits experts and their widths over a mesh; None is one device.
+        rngs: draws the parameters.
+
+    Raises:
+        ValueError: the routing's sizes do not fit, the mesh does not divide the experts or their width, or
+            splits experts and sequences alike.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        routing: Routing,
+        *,
+        shared_dim: int | None = None,
+        gating: Gating = SWIGLU,
+        has_bias: bool = False,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        sharding: Sharding | None = None,
+        rngs: nnx.Rngs,
+    ):
+        placed: dict[str, Any] = {"param_dtype": param_dtype, "sharding": sharding, "rngs": rngs}
+        options: dict[str, Any] = {"gating": gating, "has_bias": has_bias, "dtype": dtype, **placed}
+        self.router = Router(embed_dim, routing, **placed)
+        self.experts = Experts(embed_dim, mlp_dim, routing.num_experts, **options)
+        self.shared = nnx.data(None)
+        if shared_dim is not None:
+            self.shared = GatedMLP(embed_dim, shared_dim, **options)
+
+    def __call__(self, x: Float[Array, "seq time embed"]) -> Float[Array, "seq time embed"]:
+        """Send each token through its experts."""
+        out = self.experts(x, self.router(x))
+        return out if self.shared is None else out + self.shared(x)
