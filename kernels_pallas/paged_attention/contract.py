@@ -21,10 +21,12 @@ class Tiling:
     Attributes:
         block_tokens: keys and values that one step of the online softmax takes, rounded to whole pages.
         query_tokens: queries of one sequence that a ragged step is cut into, at most.
+        num_buffers: blocks that a TPU's kernel keeps at once: one in use, the others on their way.
     """
 
     block_tokens: int = 128
     query_tokens: int = 16
+    num_buffers: int = 2
 
 
 @functools.partial(
