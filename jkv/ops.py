@@ -17,7 +17,8 @@ from jkv.cache.encoding import Stored, encode, rotate
 from jkv.cache.runs import keys_as_given, recent_slots, rounded, whole_runs
 from jkv.cache.spec import CacheGroup
 from jkv.sharding import Sharding
-from kernels_pallas import page_write, paged_attention
+from kernels_pallas import latent_attention, page_write, paged_attention
+from kernels_pallas.latent_attention import LatentArguments, UpProjections
 from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
 
 Implementation = Literal["auto", "reference", "xla"]
@@ -35,7 +36,7 @@ class Attended(NamedTuple):
             for padding.
     """
 
-    out: Float[Array, "row time q_head head_dim"]
+    out: Float[Array, "row time q_head value_dim"]
     cache: Cache | None
     log_sum: Float[Array, "row time q_head"]
 
@@ -58,7 +59,7 @@ def choose(implementation: Implementation) -> Chosen:
 def attend(
     query: Float[Array, "row time q_head head_dim"],
     key: Float[Array, "row time kv_head head_dim"] | None,
-    value: Float[Array, "row time kv_head head_dim"] | None,
+    value: Float[Array, "row time kv_head value_dim"] | None,
     cache: Cache | None = None,
     where: Where | None = None,
     batch: TokenBatch | None = None,
@@ -79,7 +80,7 @@ def attend(
     Args:
         query: rotated queries, in rows as the step's: padded or ragged.
         key: rotated keys of the new tokens; None (with `value`) only reads.
-        value: values of the new tokens.
+        value: values of the new tokens; as wide as keys where there is a cache.
         cache: consumed where the caller donates it; None for attention among the new tokens alone.
         where: the cache group and the layer's index in it, which may be traced.
         batch: the step, from `cache.begin` or `cache.begin_ragged`.
@@ -104,37 +105,32 @@ def attend(
             query, key, value, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
         )
         return Attended(out, None, log_sum)
-    if where is None or batch is None:
-        raise ValueError("attention with a cache needs `where` and the `batch` that `cache.begin` returned")
     if (key is None) != (value is None):
         raise ValueError("keys and values are given together or not at all, got one of the two")
-    if sharding is not None and batch.sequences is not None:
-        raise ValueError("a ragged step runs on one device, got a mesh; open it with `cache.begin`")
-    group, layer = where
-    if not 0 <= group < len(cache.pools):
-        raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
-    num_layers = cache.spec.groups[group].num_layers
-    if isinstance(layer, int) and not 0 <= layer < num_layers:
-        raise ValueError(f"layer must be in [0, {num_layers}) of cache group {group}, got {layer}")
-
+    where, batch = _check_place(cache, where, batch, window, sharding)
+    group, _ = where
     spec = cache.spec.groups[group]
-    _check_call(query, key, value, cache, group, window)
+    if spec.kind != "gqa":
+        raise ValueError(f"cache group {group} holds latents: call `attend_latent`")
+    _check_heads(spec, key, value)
+    if query.shape[-1] != spec.head_dim:
+        raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
     tiling = tiling or Tiling()
     options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
     compute = functools.partial(
         getattr(paged_attention, chosen), scale=scale, window=window, soft_cap=soft_cap, **options
     )
 
-    def local(query: Any, key: Any, value: Any, pool: Pool, batch: TokenBatch, layer: Any, sinks: Any):
+    def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
+        query, key, value, sinks = heads
         pieces = batch.pieces(tiling.query_tokens)
         recent = _keys_as_given(pool, key, batch, pieces, layer)
         if key is not None:
             pool = _write(pool, spec.codecs, key, value, batch, group, layer)
             pool = _write_runs(pool, key, recent, batch, pieces, layer)
         arguments = PagedArguments(
-            pieces.cut(rotate(spec.codecs[0], query.astype(jnp.float32)).astype(query.dtype)),
-            _pages(spec.codecs[0], pool.keys, _of_layer(pool.key_scale, layer)),
-            _pages(spec.codecs[1], pool.values, _of_layer(pool.value_scale, layer)),
+            pieces.cut(_turned(spec.codecs[0], query)),
+            *_stored_pages(spec, pool, layer),
             pieces.of_sequences(pool.page_table),
             pieces.starts,
             pieces.lens,
@@ -143,13 +139,89 @@ def attend(
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
         out, log_sum = compute(arguments, num_pages=pool.num_pages, sinks=sinks)
-        out = rotate(spec.codecs[1], out.astype(jnp.float32), is_inverse=True).astype(query.dtype)
+        out = _turned(spec.codecs[1], out, is_inverse=True)
         return pieces.join(out, 0.0), pieces.join(log_sum, -jnp.inf), pool
 
-    call = local if sharding is None else _over_mesh(local, sharding, cache.pools[group], batch)
-    query, layer = _refuse_gradient(query), jnp.asarray(layer, jnp.int32)
-    out, log_sum, pool = call(query, key, value, cache.pools[group], batch, layer, sinks)
-    return Attended(out, _with_pool(cache, group, pool), log_sum)
+    heads = ("seq", None, "q_head", None)
+    axes = (heads, heads, heads, ("q_head",))
+    return _run(local, (query, key, value, sinks), axes, cache, where, batch, sharding)
+
+
+def attend_latent(
+    query: Float[Array, "row time q_head width"],
+    rope_query: Float[Array, "row time q_head rope"],
+    latent: Float[Array, "row time latent"],
+    rope: Float[Array, "row time rope"],
+    cache: Cache,
+    where: Where | None,
+    batch: TokenBatch | None,
+    *,
+    scale: float,
+    up: UpProjections | None = None,
+    window: int | None = None,
+    implementation: Implementation = "auto",
+    tiling: Tiling | None = None,
+    sharding: Sharding | None = None,
+) -> Attended:
+    """Write the step's latents, then attend to all that each sequence holds, this step included.
+
+    A door of its own beside `attend`: queries come in two parts, and what is returned is as wide as a latent.
+    `kernels_pallas.latent_attention.LatentArguments` defines the two forms. They differ by rounding only:
+    both see latents as they are stored, this step's too.
+
+    Args:
+        query: without `up`, queries taken to latents by the key's up-projection; with it, those of the heads.
+        rope_query: their rotated part.
+        latent: of the new tokens, what all heads share.
+        rope: the rotated part beside it.
+        cache: consumed where the caller donates it.
+        where: see `attend`; the group is one of latents.
+        batch: see `attend`.
+        scale: multiplies the logits.
+        up: the up-projections, by which a block of latents becomes keys and values of every head; None
+            attends to latents, and returns them.
+        window: latest positions that a query sees, its own included.
+        implementation: see `attend`.
+        tiling: see `attend`.
+        sharding: see `attend`; every device holds the latents whole.
+
+    Raises:
+        ValueError: as `attend`.
+    """
+    chosen = choose(implementation)
+    where, batch = _check_place(cache, where, batch, window, sharding)
+    group, _ = where
+    spec = cache.spec.groups[group]
+    if spec.kind != "latent":
+        raise ValueError(f"cache group {group} holds keys and values: call `attend`")
+    _check_heads(spec, latent[:, :, None], rope[:, :, None])
+    tiling = tiling or Tiling()
+    options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
+    compute = functools.partial(getattr(latent_attention, chosen), scale=scale, window=window, **options)
+
+    def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
+        query, rope_query, latent, rope, up = heads
+        pieces = batch.pieces(tiling.query_tokens)
+        pool = _write(pool, spec.codecs, latent[:, :, None], rope[:, :, None], batch, group, layer)
+        turned = functools.partial(_turned, spec.codecs[0])
+        arguments = LatentArguments(
+            pieces.cut(query if up else turned(query)),
+            pieces.cut(_turned(spec.codecs[1], rope_query)),
+            *_stored_pages(spec, pool, layer),
+            pieces.of_sequences(pool.page_table),
+            pieces.starts,
+            pieces.lens,
+            layer * pool.num_pages,
+            jax.tree.map(turned, up),
+        )
+        latent_attention.check(arguments, num_pages=pool.num_pages, window=window)
+        out, log_sum = compute(arguments, num_pages=pool.num_pages)
+        out = out if up else turned(out, is_inverse=True)
+        return pieces.join(out, 0.0), pieces.join(log_sum, -jnp.inf), pool
+
+    heads, rows = ("seq", None, "q_head", None), ("seq", None, None)
+    axes = (heads, heads, rows, rows, ("q_head", None, None))
+    return _run(local, (query, rope_query, latent, rope, up), axes, cache, where, batch, sharding)
 
 
 def append(
@@ -157,9 +229,11 @@ def append(
     where: Where,
     batch: TokenBatch,
     key: Float[Array, "row time kv_head head_dim"],
-    value: Float[Array, "row time kv_head head_dim"],
+    value: Float[Array, "row time kv_head value_dim"],
 ) -> Cache:
     """Write the step's keys and values as `attend` does, and attend to nothing. One device.
+
+    Of latents, `key` is the latent and `value` its rotated part, each with one KV head.
 
     Raises:
         ValueError: as `attend`.
@@ -230,6 +304,14 @@ def _keys_as_given(pool: Pool, key: Any, batch: TokenBatch, pieces: Pieces, laye
     return keys_as_given(recent, None if key is None else rounded(key), batch, pieces)
 
 
+def _stored_pages(spec: CacheGroup, pool: Pool, layer: Any) -> tuple[Pages, Pages]:
+    """Return what the pool holds as kernels take it, keys and values or latents and their rotated parts."""
+    return (
+        _pages(spec.codecs[0], pool.keys, _of_layer(pool.key_scale, layer)),
+        _pages(spec.codecs[1], pool.values, _of_layer(pool.value_scale, layer)),
+    )
+
+
 def _pages(codec: Codec, stored: Stored, scale: Any) -> Pages:
     entry = codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2", "int4") else "number"
     return Pages(stored.data, stored.scale if scale is None else scale, stored.zero, entry)
@@ -240,22 +322,41 @@ def _of_layer(scales: Any, layer: Any) -> Any:
     return None if scales is None else jax.lax.dynamic_index_in_dim(scales, layer, keepdims=False)
 
 
-def _check_call(query: Any, key: Any, value: Any, cache: Cache, group: int, window: int | None) -> None:
-    """Refuse heads that are not the group's, and a window that reaches past what the group keeps."""
+def _turned(codec: Codec, x: Any, *, is_inverse: bool = False) -> Any:
+    """Rotate heads as the codec does, in float32; returns their dtype."""
+    return rotate(codec, x.astype(jnp.float32), is_inverse=is_inverse).astype(x.dtype)
+
+
+def _check_place(
+    cache: Cache,
+    where: Where | None,
+    batch: TokenBatch | None,
+    window: int | None,
+    sharding: Sharding | None,
+) -> tuple[Where, TokenBatch]:
+    """Refuse a place that the cache has not, and a window that reaches past what its group keeps."""
+    if where is None or batch is None:
+        raise ValueError("attention with a cache needs `where` and the `batch` that `cache.begin` returned")
+    if sharding is not None and batch.sequences is not None:
+        raise ValueError("a ragged step runs on one device, got a mesh; open it with `cache.begin`")
+    group, layer = where
+    if not 0 <= group < len(cache.pools):
+        raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
     spec = cache.spec.groups[group]
-    _check_heads(spec, key, value)
-    if query.shape[-1] != spec.head_dim:
-        raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
+    if isinstance(layer, int) and not 0 <= layer < spec.num_layers:
+        raise ValueError(f"layer must be in [0, {spec.num_layers}) of cache group {group}, got {layer}")
     if spec.window is not None and (window is None or window > spec.window):
         raise ValueError(
             f"the cache group keeps the latest {spec.window} tokens, so a window of at most that is needed, "
             f"got {window}"
         )
+    return where, batch
 
 
 def _check_heads(spec: CacheGroup, key: Any, value: Any) -> None:
-    sizes = (spec.num_kv_heads, spec.head_dim)
-    for name, rows in (("keys", key), ("values", value)):
+    names = ("latents", "rotated parts") if spec.kind == "latent" else ("keys", "values")
+    for name, rows, dim in zip(names, (key, value), spec.dims, strict=True):
+        sizes = (spec.num_kv_heads, dim)
         if rows is not None and rows.shape[2:] != sizes:
             raise ValueError(
                 f"{name} must have the cache's KV heads and head_dim, {sizes}, got {rows.shape[2:]}"
@@ -265,13 +366,13 @@ def _check_heads(spec: CacheGroup, key: Any, value: Any) -> None:
 def causal_attention(
     query: Float[Array, "seq time q_head head_dim"],
     key: Float[Array, "seq time kv_head head_dim"],
-    value: Float[Array, "seq time kv_head head_dim"],
+    value: Float[Array, "seq time kv_head value_dim"],
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " q_head"] | None = None,
-) -> tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]:
+) -> tuple[Float[Array, "seq time q_head value_dim"], Float[Array, "seq time q_head"]]:
     """Attend causally among the tokens given, differentiably, in float32; no cache.
 
     Returns:
@@ -298,29 +399,49 @@ def causal_attention(
     weights = jax.nn.softmax(logits, axis=-1)[..., :time]
     out = jnp.einsum("bkgts,bskd->btkgd", weights, value.astype(jnp.float32))
     log_sum = jax.nn.logsumexp(logits, axis=-1).transpose(0, 3, 1, 2).reshape(query.shape[:3])
-    return out.reshape(query.shape).astype(query.dtype), log_sum
+    return out.reshape(*query.shape[:3], -1).astype(query.dtype), log_sum
 
 
-def _over_mesh(local: Any, sharding: Sharding, pool: Pool, batch: TokenBatch) -> Any:
+def _run(
+    local: Any,
+    heads: tuple[Any, ...],
+    axes: tuple[tuple[str | None, ...], ...],
+    cache: Cache,
+    where: Where,
+    batch: TokenBatch,
+    sharding: Sharding | None,
+) -> Attended:
+    """Call `local(heads, pool, batch, layer)`, on a mesh with what each device has of the logical axes."""
+    group, layer = where
+    pool, kind = cache.pools[group], cache.spec.groups[group]
+    call = local if sharding is None else _over_mesh(local, axes, sharding, kind, pool, batch)
+    heads = jax.tree.map(_refuse_gradient, heads)
+    out, log_sum, pool = call(heads, pool, batch, jnp.asarray(layer, jnp.int32))
+    return Attended(out, _with_pool(cache, group, pool), log_sum)
+
+
+def _over_mesh(
+    local: Any,
+    axes: tuple[tuple[str | None, ...], ...],
+    sharding: Sharding,
+    group: CacheGroup,
+    pool: Pool,
+    batch: TokenBatch,
+) -> Any:
     """Wrap `local` so that each device sees its own sequences, heads and pages."""
     spec = sharding.spec
     rows = spec("seq")
-    heads = spec("seq", None, "q_head", None)
-    pool_specs = pool_axes(pool, spec)
+    pool_specs = pool_axes(pool, group, spec)
     table = spec("seq", None)
     slots = tuple(table for _ in batch.slots)
     batch_specs = batch.replace(starts=rows, lens=rows, positions=table, is_valid=table, slots=slots)
-
-    def call(query: Any, key: Any, value: Any, pool: Any, batch: Any, layer: Any, sinks: Any) -> Any:
-        return jax.shard_map(
-            local,
-            mesh=sharding.mesh,
-            in_specs=(heads, heads, heads, pool_specs, batch_specs, spec(), spec("q_head")),
-            out_specs=(heads, spec("seq", None, "q_head"), pool_specs),
-            check_vma=False,
-        )(query, key, value, pool, batch, layer, sinks)
-
-    return call
+    return jax.shard_map(
+        local,
+        mesh=sharding.mesh,
+        in_specs=(tuple(spec(*names) for names in axes), pool_specs, batch_specs, spec()),
+        out_specs=(spec("seq", None, "q_head", None), spec("seq", None, "q_head"), pool_specs),
+        check_vma=False,
+    )
 
 
 @jax.custom_jvp

@@ -51,8 +51,8 @@ class Sharding:
                 "query heads are split with their KV heads, so the rules for 'q_head' and 'kv_head' must be "
                 f"equal, got {rules.get('q_head')!r} and {rules.get('kv_head')!r}"
             )
-        if rules.get("head_dim") is not None or rules.get("slot") is not None:
-            raise ValueError("'head_dim' and 'slot' are never split; drop their rules")
+        if any(rules.get(axis) is not None for axis in ("head_dim", "slot", "latent", "rope")):
+            raise ValueError("'head_dim', 'slot', 'latent' and 'rope' are never split; drop their rules")
         return cls(mesh, tuple((axis, to) for axis, to in rules.items() if to is not None))
 
     def spec(self, *axes: str | None) -> PartitionSpec:

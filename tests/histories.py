@@ -17,7 +17,7 @@ from jkv.cache.cache import Cache
 from jkv.cache.codec import Codec
 from jkv.cache.encoding import decode, encode, encode_run, unpack
 from jkv.cache.runs import rounded
-from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.cache.spec import CacheGroup, CacheSpec, GroupKind
 
 from .poison import poison
 
@@ -31,12 +31,13 @@ class Form:
 
     Attributes:
         layout: dense or paged tables; window and paged_window overwrite what the window has left.
-        codec: of keys, and of values after a slash.
+        codec: of keys, and of values after a slash; of latents, and of their rotated parts.
         page_size: tokens of a page.
         head_dim: entries of a head.
         heads: query heads and KV heads.
         num_rows: sequences.
         pages_per_row: capacity of a sequence, in pages.
+        kind: keys and values, or latents with a rotated part of as many entries in the place of values.
     """
 
     layout: str
@@ -46,6 +47,7 @@ class Form:
     heads: tuple[int, int] = (4, 2)
     num_rows: int = 3
     pages_per_row: int = 5
+    kind: GroupKind = "gqa"
 
     @property
     def window(self) -> int | None:
@@ -53,10 +55,11 @@ class Form:
 
     @property
     def spec(self) -> CacheSpec:
-        codec, _, value_codec = self.codec.partition("/")
-        group = CacheGroup(
-            NUM_LAYERS, self.heads[1], self.head_dim, codec, value_codec or None, window=self.window
-        )
+        codec, _, second = self.codec.partition("/")
+        parts = {"value_codec": second or None}
+        if self.kind == "latent":
+            parts = {"kind": self.kind, "rope_dim": self.head_dim, "rope_codec": second or None}
+        group = CacheGroup(NUM_LAYERS, self.heads[1], self.head_dim, codec, window=self.window, **parts)
         return CacheSpec.create([group], page_size=self.page_size, max_chunk=self.page_size)
 
     @property
@@ -102,7 +105,7 @@ class History:
             (2, form.num_rows, time, form.heads[1], form.head_dim), np.float32
         )
         arrays = (jnp.asarray(array) for array in (query, key, value))
-        out, self.cache = _step(self.cache, jnp.array(lens, jnp.int32), *arrays, form.window)
+        out, self.cache = _step(self.cache, jnp.array(lens, jnp.int32), *arrays, form.window, form.kind)
         new = self._as_read(key, value)
         for row, count in enumerate(lens):
             self.heads[row] = np.concatenate([self.heads[row], new[:, row, :count]], axis=1)
@@ -214,6 +217,9 @@ class History:
         group = self.form.heads[0] // self.form.heads[1]
         for row, count in enumerate(lens):
             keys, values = self.heads[row].astype(np.float64)
+            if self.form.kind == "latent":
+                # Both parts have the same query.
+                keys, values = keys + values, keys
             span, encoded = self.runs(keys)
             for step in range(count):
                 end = len(keys) - count + step + 1
@@ -239,12 +245,20 @@ def _copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
     return sequences.copy_pages(cache, [sources], [targets])
 
 
-@functools.partial(jax.jit, static_argnums=5, donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=(5, 6), donate_argnums=0)
 def _step(
-    cache: Cache, lens: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, window: int | None
+    cache: Cache,
+    lens: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: int | None,
+    kind: GroupKind,
 ) -> tuple[jax.Array, Cache]:
     cache, batch = cache.begin(lens, time=query.shape[1])
-    out, cache, _ = ops.attend(
-        query, key, value, cache, (0, LAYER), batch, scale=query.shape[-1] ** -0.5, window=window
-    )
+    place, options = (cache, (0, LAYER), batch), {"scale": query.shape[-1] ** -0.5, "window": window}
+    if kind == "latent":
+        out, cache, _ = ops.attend_latent(query, query, key[:, :, 0], value[:, :, 0], *place, **options)
+    else:
+        out, cache, _ = ops.attend(query, key, value, *place, **options)
     return out, cache

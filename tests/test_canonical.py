@@ -13,8 +13,8 @@ from .histories import LAYER, Form, History
 from .poison import poison
 
 
-def make_history(layout: str, codec: str) -> History:
-    history = History(Form(layout, codec, head_dim=16))
+def make_history(layout: str, codec: str, **options) -> History:
+    history = History(Form(layout, codec, **({"head_dim": 16} | options)))
     history.append([8, 5, 2], 8)
     history.append([1, 1, 1])
     return history
@@ -50,9 +50,12 @@ def test_a_window_gives_what_it_still_keeps():
     assert_close(keys[40 - num_kept : 40], history.heads[0][0][40 - num_kept :])
 
 
-def test_another_layout_and_codec_goes_on_from_it():
+@pytest.mark.parametrize("kind", ["gqa", "latent"])
+def test_another_layout_and_codec_goes_on_from_it(kind: str):
     """Rows that int8 has stored are stored again in float32, in pages of another size."""
-    history, other = make_history("paged", "int8"), History(Form("dense", "f32", page_size=16, head_dim=16))
+    options = {"head_dim": 16, "heads": (4, 2 if kind == "gqa" else 1), "kind": kind}
+    history = make_history("paged", "int8/int8", **options)
+    other = History(Form("dense", "f32", page_size=16, **options))
     other.cache = from_canonical(to_canonical(history.cache, num_tokens=16), other.cache)
     other.heads = history.heads
     other.check_lengths()

@@ -90,6 +90,20 @@ def test_a_history_gives_what_dense_attention_gives_in_every_codec(form: Form):
     assert_history_holds(form)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("paged", "f32", heads=(4, 1), kind="latent"),
+        Form("window", "int8/int8", heads=(4, 1), kind="latent"),
+        Form("paged_window", "int4/f32", page_size=16, heads=(8, 1), kind="latent"),
+        Form("dense", "fp8_e4m3_static/int8_static", head_dim=80, heads=(4, 1), kind="latent"),
+    ],
+    ids=name,
+)
+def test_a_history_of_latents_gives_what_their_attention_gives(form: Form):
+    assert_history_holds(form)
+
+
 NUM_ROWS = 3
 LENS = st.lists(st.integers(0, 8), min_size=NUM_ROWS, max_size=NUM_ROWS)
 CUTS = st.lists(st.integers(0, 40), min_size=NUM_ROWS, max_size=NUM_ROWS)

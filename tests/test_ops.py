@@ -139,6 +139,20 @@ def test_a_call_that_cannot_be_computed_is_refused(key, value, where, message: s
         attend(make_heads(NUM_HEADS), key, value, where)
 
 
+def test_heads_and_latents_have_a_door_each():
+    latent = CacheGroup(1, 1, HEAD_DIM, kind="latent", rope_dim=4)
+    cache = Cache.dense(CacheSpec.create([latent], page_size=2), num_sequences=ROWS, capacity=8)
+    cache, batch = cache.begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
+    with pytest.raises(ValueError, match="cache group 0 holds latents: call `attend_latent`"):
+        ops.attend(*make_rows(), cache, (0, 0), batch, scale=1.0)
+    query, (_, latent, rope) = make_heads(NUM_HEADS), make_rows()
+    with pytest.raises(ValueError, match=r"rotated parts must have .* \(1, 4\), got \(1, 8\)"):
+        ops.attend_latent(query, query, latent[:, :, 0], rope[:, :, 0], cache, (0, 0), batch, scale=1.0)
+    cache, batch = make_cache().begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
+    with pytest.raises(ValueError, match="cache group 0 holds keys and values: call `attend`"):
+        ops.attend_latent(query, query, latent[:, :, 0], rope[:, :, 0], cache, (0, 0), batch, scale=1.0)
+
+
 def test_attention_without_keys_or_a_cache_is_refused():
     with pytest.raises(ValueError, match="needs keys and values"):
         ops.attend(make_heads(NUM_HEADS), None, None, scale=1.0)

@@ -42,7 +42,8 @@ def test_axis_types_are_known():
         ({"mlp": "modle"}, r"rule 'mlp' must name one of the mesh axes \('data', 'model'\), got 'modle'"),
         ({"page": "model"}, "'page' and 'seq' must be equal, got 'model' and 'data'"),
         ({"q_head": None}, "'q_head' and 'kv_head' must be equal, got None and 'model'"),
-        ({"slot": "data"}, "'head_dim' and 'slot' are never split"),
+        ({"slot": "data"}, "'head_dim', 'slot', 'latent' and 'rope' are never split"),
+        ({"latent": "data"}, "are never split; drop their rules"),
     ],
 )
 def test_rules_that_cannot_hold_are_refused(changes: dict, message: str):

@@ -286,18 +286,20 @@ class Cache(State):
 def cache_sharding(cache: Cache, sharding: Sharding) -> Cache:
     """Return a cache-shaped tree of NamedShardings: pages go with their sequences, heads over their axis."""
     rows = sharding.named("seq")
-    pools = tuple(pool_axes(pool, sharding.named) for pool in cache.pools)
+    pairs = zip(cache.pools, cache.spec.groups, strict=True)
+    pools = tuple(pool_axes(pool, group, sharding.named) for pool, group in pairs)
     return cache.replace(pools=pools, lengths=rows, peaks=rows, num_dropped=rows)
 
 
-def pool_axes(pool: Pool, place: Callable[..., Any]) -> Any:
+def pool_axes(pool: Pool, group: CacheGroup, place: Callable[..., Any]) -> Any:
     """Return a pool-shaped tree of what `place` makes of each array's logical axes."""
+    heads = group.head_axis
 
     def pages(array: Any) -> Any:
-        return place("page", "kv_head", *[None] * (array.ndim - 2))
+        return place("page", heads, *[None] * (array.ndim - 2))
 
     scales = {
-        name: None if getattr(pool, name) is None else place(None, "kv_head")
+        name: None if getattr(pool, name) is None else place(None, heads)
         for name in ("key_scale", "value_scale")
     }
     stored = {name: jax.tree.map(pages, getattr(pool, name)) for name in ("keys", "values", "recent")}
@@ -328,8 +330,6 @@ def _slots(
 
 def _check_form(spec: CacheSpec) -> None:
     """Refuse forms that have bytes and no arrays."""
-    if any(group.kind == "latent" for group in spec.groups):
-        raise ValueError("a cache's groups must be of kind 'gqa', got 'latent', which can only be planned")
     if spec.layout == "tpu":
         raise ValueError("a cache's layout must be 'plain' or 'gpu', got 'tpu', which can only be planned")
 
@@ -338,7 +338,8 @@ def _check_mesh(spec: CacheSpec, num_sequences: int, sharding: Sharding | None) 
     if sharding is not None:
         sharding.check_divides("seq", num_sequences)
         for group in spec.groups:
-            sharding.check_divides("kv_head", group.num_kv_heads)
+            if group.head_axis is not None:
+                sharding.check_divides(group.head_axis, group.num_kv_heads)
 
 
 def _check_scales(spec: CacheSpec, scales: Scales | None) -> Scales:

@@ -58,6 +58,11 @@ class CacheGroup:
         return self.head_dim, self.rope_dim if self.kind == "latent" else self.head_dim
 
     @property
+    def head_axis(self) -> str | None:
+        """The logical axis of heads in the group's arrays; None of a latent, which devices hold whole."""
+        return None if self.kind == "latent" else "kv_head"
+
+    @property
     def scale_arrays(self) -> list[ArraySpec]:
         """The arrays of calibrated scales, of keys and of values, that the group keeps beside its pages."""
         scales = ArraySpec((self.num_layers, self.num_kv_heads), "float32")

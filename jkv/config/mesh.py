@@ -28,7 +28,7 @@ MeshAxis = Text | None
 class MeshRules(Section):
     """The mesh axis that splits each axis of `jkv.axes.AXES`; null replicates.
 
-    There is none for `head_dim` and `slot`: they are never split.
+    There is none for `head_dim`, `slot`, `latent` and `rope`: they are never split.
     """
 
     seq: MeshAxis = None
@@ -36,8 +36,6 @@ class MeshRules(Section):
     token: MeshAxis = None
     q_head: MeshAxis = None
     kv_head: MeshAxis = None
-    latent: MeshAxis = None
-    rope: MeshAxis = None
     page: MeshAxis = None
     layer: MeshAxis = None
     embed: MeshAxis = None

@@ -45,7 +45,7 @@ def paged_attention(
     is_live = jnp.repeat(is_page, page_size, axis=1) & (key_positions >= 0) & (key_positions < ends)
 
     def tokens(pages: Pages) -> jax.Array:
-        heads = _heads(pages, jnp.where(is_page, table, 0) + offset)
+        heads = heads_of(pages, jnp.where(is_page, table, 0) + offset)
         heads = jnp.where(is_live[..., None, None], heads, 0.0)
         return jnp.repeat(heads, num_heads // heads.shape[2], axis=2)
 
@@ -94,7 +94,7 @@ def _recent_logits(
     return logits, query_positions[:, :, None] // span == key_positions[:, None] // span
 
 
-def _heads(pages: Pages, index: Int[Array, "seq max_pages"]) -> Float[Array, "seq token kv_head head_dim"]:
+def heads_of(pages: Pages, index: Int[Array, "seq max_pages"]) -> Float[Array, "seq token kv_head head_dim"]:
     """Return the float32 heads that the named pages stand for."""
     heads = pages.read(pages.data[index]).astype(jnp.float32)
     if pages.zero is not None:

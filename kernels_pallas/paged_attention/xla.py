@@ -21,7 +21,7 @@ from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Tilin
 Rows = Float[Array, "seq kv_head row head_dim"]
 
 # Float32 operands are multiplied as they are: by default TPUs round them to bfloat16, a whole pool at a time.
-_products = functools.partial(
+products = functools.partial(
     jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
 )
 
@@ -369,12 +369,12 @@ def logits_of(
 def _products_of_entries(rows: Rows, keys: Pages) -> Float[Array, "seq kv_head row block"]:
     if keys.scale is None:
         data = keys.data
-        return _products("bkrd,bksd->bkrs", rows.astype(data.dtype), data)
+        return products("bkrd,bksd->bkrs", rows.astype(data.dtype), data)
     data = _entries(keys, rows.dtype)
     if keys.scale.ndim == 1:
         rows = (rows * keys.scale[None, :, None, None]).astype(rows.dtype)
     if keys.zero is None:
-        logits = _products("bkrd,bksd->bkrs", rows, data)
+        logits = products("bkrd,bksd->bkrs", rows, data)
         return logits if keys.scale.ndim == 1 else logits * keys.scale[:, :, None]
     if keys.run_slots is not None:
         return _logits_of_runs(rows, data, keys.scale, keys.zero)
@@ -382,10 +382,10 @@ def _products_of_entries(rows: Rows, keys: Pages) -> Float[Array, "seq kv_head r
     num_runs = scale.shape[-1]
     runs = rows.reshape(*rows.shape[:-1], num_runs, -1)
     data = data.reshape(*data.shape[:-1], num_runs, -1)
-    parts = _products("bkrgc,bksgc->bkgrs", runs, data)
+    parts = products("bkrgc,bksgc->bkgrs", runs, data)
     logits = (parts * scale.transpose(0, 1, 3, 2)[:, :, :, None]).sum(2)
     shift = runs.astype(jnp.float32).sum(-1).astype(rows.dtype)
-    return logits + _products("bkrg,bksg->bkrs", shift, zero)
+    return logits + products("bkrg,bksg->bkrs", shift, zero)
 
 
 def _logits_of_runs(rows: Rows, data: Array, scale: Array, zero: Array) -> Array:
@@ -393,8 +393,8 @@ def _logits_of_runs(rows: Rows, data: Array, scale: Array, zero: Array) -> Array
     num_seqs, num_heads, num_slots, head_dim = data.shape
     runs = data.reshape(num_seqs, num_heads, scale.shape[2], -1, head_dim)
     scaled = (rows[:, :, None] * scale.astype(jnp.float32)[:, :, :, None]).astype(rows.dtype)
-    parts = _products("bkgrd,bkgsd->bkrgs", scaled, runs)
-    shift = _products("bkrd,bkgd->bkrg", rows, zero.astype(rows.dtype))
+    parts = products("bkgrd,bkgsd->bkrgs", scaled, runs)
+    shift = products("bkrd,bkgd->bkrg", rows, zero.astype(rows.dtype))
     return (parts + shift[..., None]).reshape(*rows.shape[:3], num_slots)
 
 
@@ -416,7 +416,7 @@ def _weighted_sum(
         if values.scale.ndim == 3:
             weights = weights * jnp.where(is_live[:, None], values.scale, 0)[:, :, None]
         data = data.astype(jnp.float32)
-    out = _products("bkrs,bksd->bkrd", weights.astype(data.dtype), data)
+    out = products("bkrs,bksd->bkrd", weights.astype(data.dtype), data)
     if values.scale is not None and values.scale.ndim == 1:
         return out * values.scale[None, :, None, None]
     return out
@@ -431,8 +431,8 @@ def _weighted_runs(
     data = _entries(values, jnp.float32)
     data = data.reshape(*data.shape[:-1], scale.shape[-1], -1)
     scaled = weights[:, :, None] * scale.transpose(0, 1, 3, 2)[:, :, :, None]
-    sums = _products("bkgrs,bksgc->bkrgc", scaled, data)
-    return (sums + _products("bkrs,bksg->bkrg", weights, zero)[..., None]).reshape(*weights.shape[:3], -1)
+    sums = products("bkgrs,bksgc->bkrgc", scaled, data)
+    return (sums + products("bkrs,bksg->bkrg", weights, zero)[..., None]).reshape(*weights.shape[:3], -1)
 
 
 def _entries(stored: Pages, dtype: DTypeLike) -> Array:
