@@ -19,6 +19,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, LAYER = 4, 2, 16, 1
 # A prefill beside single tokens, idle sequences first, last and between; nothing; one for all.
 STEPS = [(21, 0, 1, 6), (0, 1, 1, 1), (3, 17, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1)]
 TOKENS = 30
+WIDEST = max(map(max, STEPS))
 
 
 def make_cache(codec: str, window: int | None = None) -> Cache:
@@ -72,8 +73,7 @@ def test_a_ragged_step_is_the_padded_one(codec: str, window: int | None, impleme
         counts = jnp.array(lens, jnp.int32)
         options = {"window": window, "implementation": implementation}
         (out, ragged, log_sum), batch = step(ragged, counts, *map(pack, rows), True, **options)
-        time = max(*lens, 1)
-        columns = (pad(heads, time) for heads in rows)
+        columns = (pad(heads, WIDEST) for heads in rows)
         (expected, padded, expected_log_sum), _ = step(padded, counts, *columns, False, **options)
         assert (np.asarray(out)[0, sum(lens) :] == 0).all()
         for row, offset, count in zip(range(4), np.cumsum(lens) - lens, lens, strict=True):
