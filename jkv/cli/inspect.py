@@ -139,6 +139,7 @@ def describe_groups(model: ModelConfig, spec: CacheSpec, *, max_chunk: int) -> l
         described.append(
             {
                 "layers": group.num_layers,
+                "kind": group.kind,
                 "window": window,
                 "bytes_per_token": kept["dense"].bytes_per_token,
                 "bytes_at_max_length": {

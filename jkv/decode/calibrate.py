@@ -92,7 +92,7 @@ def calibrate(
         # How many magnitudes of a token's head may be beyond: the counts rise as the shares fall.
         share_beyond, num_tokens = 1 - percentile / 100, sum(map(len, rows))
         for index, (site, cost) in enumerate(zip(sites, costs, strict=True)):
-            num_beyond = share_beyond * num_tokens * decoding.spec.groups[site.group].head_dim
+            num_beyond = share_beyond * num_tokens * decoding.spec.groups[site.group].dims[site.which]
             best = cost.argmin(0) if method == "mse" else (cost <= num_beyond).sum(0) - 1
             limits[index] = limits[index] * SHARES[best]
     return _scales(decoding.spec, dict(zip(sites, limits, strict=True)))
@@ -142,7 +142,8 @@ def _run(
 ) -> Iterator[list[np.ndarray]]:
     """Run the rows through the model one after the other; yield what each step measures, one array a site."""
     groups = tuple(
-        replace(group, codec="f32", value_codec=None, window=None) for group in decoding.spec.groups
+        replace(group, codec="f32", value_codec=None, rope_codec=None, window=None)
+        for group in decoding.spec.groups
     )
     spec = replace(decoding.spec, groups=groups)
     capacity = round_capacity(max(map(len, rows)), spec.page_size)

@@ -17,6 +17,7 @@ def test_sizes_are_the_file_s(tiny):
         "cache_groups": [
             {
                 "layers": 3,
+                "kind": "gqa",
                 "window": None,
                 "bytes_per_token": 2 * 3 * 2 * 8 * 4,
                 "bytes_at_max_length": {"dense": 512 * 2 * 3 * 2 * 8 * 4},

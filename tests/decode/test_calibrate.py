@@ -158,3 +158,14 @@ def test_keys_and_values_that_are_not_finite_are_refused(bad: float):
 def test_what_cannot_be_measured_is_refused(codec: str, options: dict, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
         calibrate(make_decoding(codec), **{"prompts": PROMPTS} | options)
+
+
+def test_latents_and_their_rotated_parts_have_scales_of_their_own():
+    names = ("int8_static", "fp8_e4m3_static")
+    sizes = {"kind": "latent", "rope_dim": HEAD_DIM, "rope_codec": names[1]}
+    spec = CacheSpec.create([CacheGroup(NUM_LAYERS, 1, HEAD_DIM, names[0], **sizes)], page_size=4)
+    tables = jnp.asarray(make_tables()[..., :1, :])
+    (pair,) = calibrate(make_decoding("f32", spec=spec, weights=tables), PROMPTS, method="absmax")
+    for which, (name, scale) in enumerate(zip(names, pair, strict=True)):
+        largest = np.abs(written_heads(name, which)[:, :, :1]).max((1, 3))
+        assert_close(scale, largest / LARGEST[name])
