@@ -4,7 +4,9 @@ Knows caches and batches; no layer and no model.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple
+import importlib
+import logging
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +23,11 @@ from kernels_pallas import latent_attention, page_write, paged_attention
 from kernels_pallas.latent_attention import LatentArguments, UpProjections
 from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
 
-Implementation = Literal["auto", "reference", "xla"]
-Chosen = Literal["reference", "xla"]
+Chosen = Literal["reference", "xla", "pallas_gpu"]
+Implementation = Literal["auto", Chosen]
 Where = tuple[int, Int[Array, ""] | int]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Attended(NamedTuple):
@@ -41,19 +45,51 @@ class Attended(NamedTuple):
     log_sum: Float[Array, "row time q_head"]
 
 
-def choose(implementation: Implementation) -> Chosen:
-    """Return the implementation that runs: `auto` is `xla` on every platform; a name is itself.
+def choose(
+    implementation: Implementation, arguments: PagedArguments | LatentArguments | None = None
+) -> Chosen:
+    """Return the implementation that runs: a name is itself; `auto` is the platform's kernel, or `xla`.
+
+    What `auto` chooses for a call is logged, with the reason where the kernel does not take it.
+
+    Args:
+        implementation: `auto`, or one by name.
+        arguments: the call; None asks for the platform's choice, whatever is called.
 
     Raises:
         ValueError: the name is unknown.
     """
-    if implementation == "auto":
-        return "xla"
-    if implementation not in ("reference", "xla"):
+    names = get_args(Implementation)
+    if implementation not in names:
         raise ValueError(
-            f"attention implementation must be 'auto', 'reference' or 'xla', got {implementation!r}"
+            f"attention implementation must be one of {', '.join(names)}, got {implementation!r}"
         )
-    return implementation
+    if implementation != "auto":
+        return implementation
+    kernel = _kernel_of_platform()
+    if kernel is None or arguments is None:
+        return kernel or "xla"
+    if isinstance(arguments, LatentArguments):
+        reason = "latents have no kernel"
+    else:
+        reason = _module(kernel).refusal(arguments)
+    chosen = kernel if reason is None else "xla"
+    _LOGGER.info("attention: auto -> %s%s", chosen, "" if reason is None else f": {reason}")
+    return chosen
+
+
+def _kernel_of_platform() -> Chosen | None:
+    """Return the kernel for the devices here; None where there is none."""
+    device = jax.local_devices()[0]
+    # Products of a warp group are an instruction of compute capability 9.0 alone.
+    if device.platform == "gpu" and device.compute_capability == "9.0":
+        return "pallas_gpu"
+    return None
+
+
+def _module(name: Chosen) -> Any:
+    """Return an implementation's module; a kernel's takes a second to import, so only who runs it does."""
+    return importlib.import_module(f"kernels_pallas.paged_attention.{name}")
 
 
 def attend(
@@ -97,7 +133,7 @@ def attend(
             traced index is taken on trust), a ragged step is to run on a mesh, or a gradient is taken through
             a cache.
     """
-    chosen = choose(implementation)
+    choose(implementation)
     if cache is None:
         if key is None or value is None:
             raise ValueError("attention without a cache needs keys and values, got None")
@@ -116,10 +152,6 @@ def attend(
     if query.shape[-1] != spec.head_dim:
         raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
     tiling = tiling or Tiling()
-    options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
-    compute = functools.partial(
-        getattr(paged_attention, chosen), scale=scale, window=window, soft_cap=soft_cap, **options
-    )
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
         query, key, value, sinks = heads
@@ -138,7 +170,17 @@ def attend(
             recent,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        out, log_sum = compute(arguments, num_pages=pool.num_pages, sinks=sinks)
+        chosen = choose(implementation, arguments)
+        options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
+        out, log_sum = _module(chosen).paged_attention(
+            arguments,
+            num_pages=pool.num_pages,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            **options,
+        )
         out = _turned(spec.codecs[1], out, is_inverse=True)
         return pieces.join(out, 0.0), pieces.join(log_sum, -jnp.inf), pool
 
@@ -188,7 +230,8 @@ def attend_latent(
     Raises:
         ValueError: as `attend`.
     """
-    chosen = choose(implementation)
+    if implementation not in ("auto", "reference", "xla"):
+        raise ValueError(f"latents are attended to by 'reference' or 'xla', got {implementation!r}")
     where, batch = _check_place(cache, where, batch, window, sharding)
     group, _ = where
     spec = cache.spec.groups[group]
@@ -196,8 +239,6 @@ def attend_latent(
         raise ValueError(f"cache group {group} holds keys and values: call `attend`")
     _check_heads(spec, latent[:, :, None], rope[:, :, None])
     tiling = tiling or Tiling()
-    options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
-    compute = functools.partial(getattr(latent_attention, chosen), scale=scale, window=window, **options)
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
         query, rope_query, latent, rope, up = heads
@@ -215,7 +256,10 @@ def attend_latent(
             jax.tree.map(turned, up),
         )
         latent_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        out, log_sum = compute(arguments, num_pages=pool.num_pages)
+        chosen = choose(implementation, arguments)
+        options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
+        compute = getattr(latent_attention, chosen)
+        out, log_sum = compute(arguments, num_pages=pool.num_pages, scale=scale, window=window, **options)
         out = out if up else turned(out, is_inverse=True)
         return pieces.join(out, 0.0), pieces.join(log_sum, -jnp.inf), pool
 

@@ -46,13 +46,16 @@ def make_arguments(
     return jax.eval_shape(make), query
 
 
-def loop(cache: Cache, query: jax.Array) -> tuple[Cache, jax.Array]:
+def loop(
+    cache: Cache, query: jax.Array, implementation: ops.Implementation = "auto"
+) -> tuple[Cache, jax.Array]:
     """Take 32 steps of all layers; their rows depend on what was attended, as in a model."""
 
     def step(i: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
         cache, query = carry
         cache, batch = cache.begin(jnp.ones(ROWS, jnp.int32), time=1)
-        attend = functools.partial(ops.attend, scale=0.1, window=cache.spec.groups[0].window)
+        window = cache.spec.groups[0].window
+        attend = functools.partial(ops.attend, scale=0.1, window=window, implementation=implementation)
         for layer in range(NUM_LAYERS):
             rows = query[:, :, :NUM_HEADS]
             query, cache, _ = attend(query, rows, rows, cache, (0, layer), batch)

@@ -1,6 +1,8 @@
 """The one door to the kernels: choice of implementation, gradients, and what is refused."""
 
 import functools
+import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 from jkv import ops
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
+from kernels_pallas.paged_attention import PagedArguments, Pages
 
 from .compare import assert_close
 from .poison import poison
@@ -120,8 +123,31 @@ def test_a_read_alone_writes_nothing(codec: str):
 
 
 def test_an_implementation_is_named_or_left_to_the_platform():
-    assert ops.choose("auto") in ("xla", "reference")
+    assert ops.choose("auto") == "xla"
     assert ops.choose("reference") == "reference"
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "chosen", "said"),
+    [
+        ("9.0", 64, "pallas_gpu", "auto -> pallas_gpu"),
+        ("9.0", 8, "xla", "auto -> xla: the GPU kernel takes heads of .*, got 8"),
+        ("8.0", 64, "xla", ""),
+    ],
+)
+def test_auto_chooses_a_gpus_kernel_where_it_takes_the_call_and_says_so(
+    capability: str, head_dim: int, chosen: str, said: str, monkeypatch, caplog
+):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    pages = Pages(jnp.zeros((2, 1, 8, head_dim), jnp.bfloat16))
+    rows = jnp.zeros(1, jnp.int32)
+    call = PagedArguments(
+        jnp.zeros((1, 1, 1, head_dim)), pages, pages, jnp.zeros((1, 2), jnp.int32), rows, rows, 0
+    )
+    with caplog.at_level("INFO", "jkv.ops"):
+        assert ops.choose("auto", call) == chosen
+    assert re.search(said, caplog.text)
 
 
 @pytest.mark.parametrize(

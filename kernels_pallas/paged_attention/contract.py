@@ -22,11 +22,16 @@ class Tiling:
         block_tokens: keys and values that one step of the online softmax takes, rounded to whole pages.
         query_tokens: queries of one sequence that a ragged step is cut into, at most.
         num_buffers: blocks that a TPU's kernel keeps at once: one in use, the others on their way.
+        split_tokens: keys and values that a GPU's kernel sums by themselves, at least; a table has at most
+            128 such splits.
+        num_programs: programs that share a GPU's work; an H200 has room for two on 132 multiprocessors each.
     """
 
     block_tokens: int = 128
     query_tokens: int = 16
     num_buffers: int = 2
+    split_tokens: int = 512
+    num_programs: int = 264
 
 
 @functools.partial(
