@@ -17,7 +17,7 @@ import tyro
 
 from jkv.cache.spec import CacheSpec
 from jkv.cli.fits import check_length, check_memory
-from jkv.cli.options import Flag, ModelOptions, parse, resolve, show_progress
+from jkv.cli.options import Flag, HostOptions, ModelOptions, meet, parse, resolve, show_progress
 from jkv.decode.configured import configured_plan, load_configured, make_decoding
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
@@ -28,7 +28,7 @@ _COPY_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions):
+class Arguments(ModelOptions, HostOptions):
     """Measure prefill and decode for each batch and context, against the machine's copy bandwidth."""
 
     what: tyro.conf.Positional[Literal["decode"]]
@@ -86,6 +86,7 @@ class Measurement:
 def run(argv: Sequence[str]) -> None:
     """Measure what the command line says, and print a table or JSON."""
     arguments, overrides = parse(Arguments, argv, "bench")
+    meet(arguments)
     batches = _counts("--batch", arguments.batch)
     contexts = _counts("--context", arguments.context)
     if arguments.steps < 1 or arguments.repeats < 1:

@@ -16,8 +16,10 @@ import numpy as np
 from jkv.cli.fits import check_tokens
 from jkv.cli.options import (
     Flag,
+    HostOptions,
     ModelOptions,
     find_tokenizer,
+    meet,
     parse,
     read_text,
     resolve,
@@ -52,7 +54,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions):
+class Arguments(ModelOptions, HostOptions):
     """Continue prompts, or answer a chat message, as tokens come."""
 
     prompt: tuple[str, ...] = ()
@@ -102,6 +104,7 @@ class Arguments(ModelOptions):
 def run(argv: Sequence[str]) -> None:
     """Generate as the command line says, and print text as it comes, or JSON."""
     arguments, overrides = parse(Arguments, argv, "generate")
+    meet(arguments)
     _check_source(arguments)
     config = resolve(arguments, overrides, _KEYS)
     sampling = _sampling(arguments, config)

@@ -5,6 +5,7 @@ Knows flags; what a value may be is the configuration's to check.
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from jkv.config import CodecName, DecodeConfig, load_config
 from jkv.config.compose import FOLDERS
 from jkv.config.overrides import own_flags, read_flags, refuse_unknown
+from jkv.hosts import connect
 from jkv.models.load import load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import ModelLocation
@@ -68,6 +70,32 @@ class ModelOptions:
     """File of `jkv calibrate` for codecs whose names end in _static."""
     attention: Literal["auto", "reference", "xla", "pallas_gpu"] | None = None
     """Implementation of attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """The processes that run one program, each started with the same options but its own --process-id."""
+
+    coordinator_address: str | None = None
+    """HOST:PORT of the first process; auto where a Cloud TPU or Slurm says it."""
+    num_processes: int | None = None
+    """Processes of the program."""
+    process_id: int | None = None
+    """This process's number, from 0 on."""
+
+
+def meet(options: HostOptions) -> None:
+    """Meet the program's other processes, of which the first alone prints from then on.
+
+    Raises:
+        ValueError: as `jkv.hosts.connect`.
+    """
+    if options.coordinator_address is not None:
+        # Gloo says on standard output whom it has met, beside what `--json` prints there.
+        sys.stdout = os.fdopen(os.dup(1), "w", errors="backslashreplace")
+        os.dup2(2, 1)
+    if not connect(options.coordinator_address, options.num_processes, options.process_id):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def resolve(

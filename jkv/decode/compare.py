@@ -19,6 +19,7 @@ from jkv.decode.generate import Decoding, make_full_cache
 from jkv.decode.loop import check_logits
 from jkv.decode.platform import PlatformJit
 from jkv.decode.score import check_finite, losses, measure, read_rows, steps
+from jkv.hosts import fetch
 from jkv.models.step import StepFunction
 
 
@@ -84,7 +85,7 @@ def compare(
     pieces = []
     for step in steps(ids, chunk):
         found, caches = compare_chunk(base.step, base.weights, caches, *step, vocab_size=base.vocab_size)
-        pieces.append(jax.device_get(found))
+        pieces.append(fetch(found))
 
     def join(parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts, axis=1)[:, : ids.shape[1]]

@@ -159,14 +159,19 @@ def make_sampling(config: DecodeConfig) -> SamplingParams:
 
 
 def make_sharding(mesh: MeshSection) -> Sharding | None:
-    """Return the section's mesh and rules over this machine's first devices; None for one device.
+    """Return the section's mesh and rules over the first devices; None for one device.
 
     Raises:
-        ValueError: there are fewer devices.
+        ValueError: there are fewer devices, or devices of other processes that the mesh leaves out.
     """
+    devices = jax.devices()
+    if jax.process_count() > 1 and mesh.num_devices != len(devices):
+        raise ValueError(
+            f"the mesh must take all {len(devices)} devices of the {jax.process_count()} processes, "
+            f"got one of {mesh.num_devices}; choose another mesh"
+        )
     if mesh.num_devices == 1:
         return None
-    devices = jax.devices()
     if len(devices) < mesh.num_devices:
         raise ValueError(
             f"the mesh needs {mesh.num_devices} devices, got {len(devices)}; choose another mesh, or on a "

@@ -23,6 +23,7 @@ from jkv.decode.pages import CachePlan, NumPages, PageBooks, plan_cache
 from jkv.decode.params import SamplingParams, require_whole
 from jkv.decode.running import RunningBatch
 from jkv.decode.sampling import Sampler
+from jkv.hosts import fetch
 from jkv.models.step import StepFunction
 from jkv.sharding import Sharding
 
@@ -163,7 +164,7 @@ def generate(
     batch = open_batch(decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     while batch.admit():
         batch.advance(int(max_new_tokens))
-        batch.tell(jax.device_get(batch.state.finish))
+        batch.tell(fetch(batch.state.finish))
     return results(batch.state)
 
 
@@ -216,7 +217,7 @@ class Stream:
             latest = _latest(self.state)
             # Queued before the host reads this step's tokens, so that the device does not wait for it.
             self._batch.advance(1)
-            tokens, logprobs, finish = jax.device_get(latest)
+            tokens, logprobs, finish = fetch(latest)
             now = time.perf_counter()
             self.step_seconds.append(now - self._clock)
             self._clock = now
@@ -378,7 +379,7 @@ def results(state: DecodeState) -> list[Generation]:
     Raises:
         ValueError: a sequence's logits were not finite.
     """
-    finish, counts, tokens, logprobs, top_tokens, top_logprobs = jax.device_get(
+    finish, counts, tokens, logprobs, top_tokens, top_logprobs = fetch(
         (state.finish, state.num_new, state.new_tokens, state.logprobs, state.top_tokens, state.top_logprobs)
     )
     _check_finite(finish)

@@ -20,6 +20,7 @@ from jkv.decode.generate import Decoding, make_full_cache
 from jkv.decode.loop import check_logits
 from jkv.decode.params import require_whole
 from jkv.decode.platform import PlatformJit
+from jkv.hosts import fetch
 from jkv.models.step import StepFunction
 
 
@@ -66,9 +67,9 @@ def score(decoding: Decoding, tokens: Prompts, *, chunk: int = 256, keep_logits:
             vocab_size=decoding.vocab_size,
             keep_logits=keep_logits,
         )
-        nll.append(jax.device_get(losses))
+        nll.append(fetch(losses))
         if keep_logits:
-            logits.append(jax.device_get(kept))
+            logits.append(fetch(kept))
     time = ids.shape[1]
     whole = np.concatenate(nll, axis=1)[:, : time - 1]
     check_finite(whole)

@@ -1,0 +1,90 @@
+"""Two processes of four CPU devices each run one program on one mesh."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jkv import hosts
+
+from .cli.conftest import GOLDEN
+
+NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 40, 6
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def run_on_both(*options: str) -> list[tuple[int, str, str]]:
+    """Run `jkv generate` in two processes; return the exit code, output and errors of each."""
+    address = f"localhost:{free_port()}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JKV_CACHE": "off",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    command = [sys.executable, "-m", "jkv", "generate", *options]
+    processes = [
+        subprocess.Popen(
+            [*command, "--coordinator-address", address, "--num-processes", "2", "--process-id", str(index)],
+            cwd=Path(__file__).parents[1],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def test_two_processes_generate_what_the_reference_does_and_the_first_prints_it():
+    with np.load(GOLDEN / "llama" / "reference.npz") as arrays:
+        prompts = np.tile(arrays["tokens"], (2, 1))
+        expected = np.tile(arrays["greedy"][:, NUM_PROMPT_TOKENS:], (2, 1))[:, :NUM_NEW_TOKENS]
+    first, second = run_on_both(
+        *("--model", str(GOLDEN / "llama"), "--config", "smollm2-cpu", "--mesh", "cpu-4x2"),
+        *("--cache", "paged", "--max-new-tokens", str(NUM_NEW_TOKENS), "--json"),
+        *("--prompt-tokens", *(",".join(map(str, prompt)) for prompt in prompts)),
+    )
+    assert first[0] == second[0] == 0, first[2] + second[2]
+    assert second[1] == ""
+    assert [json.loads(line)["tokens"] for line in first[1].splitlines()] == expected.tolist()
+
+
+def test_a_mesh_that_leaves_out_a_process_is_refused_by_both():
+    outputs = run_on_both("--model", str(GOLDEN / "llama"), "--prompt-tokens", "1")
+    for code, _, errors in outputs:
+        assert code == 2
+        assert "the mesh must take all 8 devices of the 2 processes, got one of 1" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, 2, 0), "go with --coordinator-address HOST:PORT, got them with none"),
+        (("auto", None, 0), "go with --coordinator-address HOST:PORT, got them with auto"),
+        (("localhost:1", 2, None), "a --process-id below it, got 2 and None"),
+        (("localhost:1", 2, 2), "a --process-id below it, got 2 and 2"),
+        (("localhost", 2, 0), "must be HOST:PORT or auto, got 'localhost'"),
+        (("localhost:1", 2, 1), "the first process must listen at --coordinator-address localhost:1, got: "),
+        (("auto", None, None), "must meet at --coordinator-address auto, got: coordinator_address"),
+    ],
+)
+def test_processes_that_cannot_meet_are_refused(arguments: tuple, message: str, monkeypatch):
+    monkeypatch.setattr(hosts, "_PATIENCE_SECONDS", 0)
+    with pytest.raises(ValueError, match=message):
+        hosts.connect(*arguments)
