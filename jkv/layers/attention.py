@@ -39,7 +39,10 @@ class GQAttention(nnx.Module):
         rope: rotary embedding of queries and keys; None leaves them unrotated.
         window: latest positions that a query sees, its own included; None is all.
         scale: multiplies the logits; None is `head_dim ** -0.5`.
+        soft_cap: limits the logits; see `jkv.ops.attend`.
+        has_sinks: a learned logit for each query head that takes probability and adds no value.
         has_qk_norm: RMSNorm over each query and key head before rotation.
+        is_qk_norm_wide: that norm is over all heads of a token at once.
         has_qkv_bias: biases on the query, key and value projections.
         has_output_bias: a bias on the output projection.
         norm_eps: of the query and key norms.
@@ -63,7 +66,10 @@ class GQAttention(nnx.Module):
         rope: RopeConfig | None = None,
         window: int | None = None,
         scale: float | None = None,
+        soft_cap: float | None = None,
+        has_sinks: bool = False,
         has_qk_norm: bool = False,
+        is_qk_norm_wide: bool = False,
         has_qkv_bias: bool = False,
         has_output_bias: bool = False,
         norm_eps: float = 1e-6,
@@ -108,10 +114,20 @@ class GQAttention(nnx.Module):
         self.q_norm = nnx.data(None)
         self.k_norm = nnx.data(None)
         if has_qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, eps=norm_eps, param_dtype=param_dtype, axis="head_dim")
-            self.k_norm = RMSNorm(self.head_dim, eps=norm_eps, param_dtype=param_dtype, axis="head_dim")
+            norm: dict[str, Any] = {"eps": norm_eps, "param_dtype": param_dtype}
+            self.q_norm, self.k_norm = (
+                RMSNorm(heads * self.head_dim, axis=axis, **norm)
+                if is_qk_norm_wide
+                else RMSNorm(self.head_dim, axis="head_dim", **norm)
+                for heads, axis in ((num_heads, "q_head"), (self.num_kv_heads, "kv_head"))
+            )
+        self.sinks = nnx.data(None)
+        if has_sinks:
+            self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype), logical_axes=("q_head",))
+        self.is_qk_norm_wide = is_qk_norm_wide
         self.rope = rope
         self.window = window
+        self.soft_cap = soft_cap
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.implementation: ops.Implementation = implementation
         self.sharding = sharding
@@ -138,11 +154,14 @@ class GQAttention(nnx.Module):
             The output and the cache with the new tokens (None without one).
         """
         num_seqs, time, _ = x.shape
-        query = self.q_proj(x).reshape(num_seqs, time, self.num_heads, self.head_dim)
-        key = self.k_proj(x).reshape(num_seqs, time, self.num_kv_heads, self.head_dim)
-        value = self.v_proj(x).reshape(num_seqs, time, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.is_qk_norm_wide:
+            query, key = self._normed(query, key)
+        query = query.reshape(num_seqs, time, self.num_heads, self.head_dim)
+        key = key.reshape(num_seqs, time, self.num_kv_heads, self.head_dim)
+        value = value.reshape(num_seqs, time, self.num_kv_heads, self.head_dim)
+        if not self.is_qk_norm_wide:
+            query, key = self._normed(query, key)
         if self.rope is not None:
             cos, sin = step_rotation(self.rope, time, batch) if rotation is None else rotation
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -155,7 +174,14 @@ class GQAttention(nnx.Module):
             batch,
             scale=self.scale,
             window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
             implementation=self.implementation,
             sharding=self.sharding,
         )
         return self.o_proj(out.reshape(num_seqs, time, self.num_heads * self.head_dim)), cache
+
+    def _normed(self, query: Array, key: Array) -> tuple[Array, Array]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
