@@ -65,6 +65,7 @@ class SizesSection(Section):
         is_tied: the output head is the embedding.
         num_norms: norms of the residual stream in a layer.
         has_qk_norm: a norm over each query and key head.
+        is_qk_norm_wide: that norm is over all heads of a token at once.
         has_qkv_bias: biases on the query, key and value projections.
         has_output_bias: a bias on the attention's output projection.
         has_mlp_bias: biases in the MLP or the experts.
@@ -86,6 +87,7 @@ class SizesSection(Section):
     is_tied: bool = False
     num_norms: Literal[2, 4] = 2
     has_qk_norm: bool = False
+    is_qk_norm_wide: bool = False
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False

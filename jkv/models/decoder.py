@@ -18,34 +18,32 @@ from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.layers.attention import GQAttention, step_rotation
 from jkv.layers.linear import Embedding, Linear, RMSNorm
 from jkv.layers.mlp import GatedMLP
-from jkv.layers.rope import Rotation
+from jkv.layers.moe import MoE
+from jkv.layers.rope import RopeConfig, Rotation
 from jkv.models.families import ModelConfig
 from jkv.sharding import Sharding
 
 
 class Block(nnx.Module):
-    """One decoder layer: attention and MLP, each after a norm and added to the residual stream."""
+    """One decoder layer: attention and MLP, each added to the residual stream.
 
-    def __init__(self, config: ModelConfig, window: int | None, **options: Any):
-        norm = {"eps": config.norm_eps, "param_dtype": options["param_dtype"]}
-        implementation = options.pop("implementation")
-        self.attention_norm = RMSNorm(config.embed_dim, **norm)
-        self.attention = GQAttention(
-            config.embed_dim,
-            config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rope=config.rope,
-            window=window,
-            has_qk_norm=config.has_qk_norm,
-            has_qkv_bias=config.has_qkv_bias,
-            has_output_bias=config.has_output_bias,
-            norm_eps=config.norm_eps,
-            implementation=implementation,
-            **options,
-        )
-        self.mlp_norm = RMSNorm(config.embed_dim, **norm)
-        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, has_bias=config.has_mlp_bias, **options)
+    What enters and what leaves them is normed where the configuration has it so.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, *, implementation: ops.Implementation, **options: Any
+    ):
+        def norm(is_there: bool) -> Any:
+            if not is_there:
+                return nnx.data(None)
+            return RMSNorm(config.embed_dim, eps=config.norm_eps, param_dtype=options["param_dtype"])
+
+        self.attention_norm = norm(config.has_pre_norms)
+        self.attention = _attention(config, config.windows[layer], implementation=implementation, **options)
+        self.attention_post_norm = norm(config.has_post_norms)
+        self.mlp_norm = norm(config.has_pre_norms)
+        self.mlp = _mlp(config, layer, **options)
+        self.mlp_post_norm = norm(config.has_post_norms)
 
     def __call__(
         self,
@@ -58,10 +56,47 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "seq time embed"], Cache | None]:
         """Run the layer; arguments as `GQAttention`."""
         attended, cache = self.attention(
-            self.attention_norm(x), cache, where=where, batch=batch, rotation=rotation
+            _normed(self.attention_norm, x), cache, where=where, batch=batch, rotation=rotation
         )
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        x = x + _normed(self.attention_post_norm, attended)
+        return x + _normed(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x))), cache
+
+
+def _normed(norm: RMSNorm | None, x: Float[Array, "seq time embed"]) -> Float[Array, "seq time embed"]:
+    return x if norm is None else norm(x)
+
+
+def layer_rope(config: ModelConfig, window: int | None) -> RopeConfig:
+    """Return the rotary embedding of layers with such a window."""
+    return config.window_rope if window is not None and config.window_rope is not None else config.rope
+
+
+def _attention(config: ModelConfig, window: int | None, **options: Any) -> GQAttention:
+    return GQAttention(
+        config.embed_dim,
+        config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rope=layer_rope(config, window),
+        window=window,
+        scale=config.attention_scale,
+        soft_cap=config.attention_soft_cap,
+        has_sinks=config.has_sinks,
+        has_qk_norm=config.has_qk_norm,
+        is_qk_norm_wide=config.is_qk_norm_wide,
+        has_qkv_bias=config.has_qkv_bias,
+        has_output_bias=config.has_output_bias,
+        norm_eps=config.norm_eps,
+        **options,
+    )
+
+
+def _mlp(config: ModelConfig, layer: int, **options: Any) -> GatedMLP | MoE:
+    mixture = config.mixture
+    options = {"gating": config.gating, "has_bias": config.has_mlp_bias, **options}
+    if mixture is None or layer < mixture.num_dense_layers:
+        return GatedMLP(config.embed_dim, config.mlp_dim, **options)
+    return MoE(config.embed_dim, mixture.mlp_dim, mixture.routing, shared_dim=mixture.shared_dim, **options)
 
 
 class Decoder(nnx.Module):
@@ -94,7 +129,10 @@ class Decoder(nnx.Module):
         }
         self.embed = Embedding(config.vocab_size, config.embed_dim, **options)
         self.layers = nnx.List(
-            [Block(config, window, implementation=implementation, **options) for window in config.windows]
+            [
+                Block(config, layer, implementation=implementation, **options)
+                for layer in range(config.num_layers)
+            ]
         )
         self.norm = RMSNorm(config.embed_dim, eps=config.norm_eps, param_dtype=param_dtype)
         self.lm_head = nnx.data(None)
@@ -118,8 +156,13 @@ class Decoder(nnx.Module):
                 they are the latter.
         """
         x = self.embed(tokens)
-        rotation = step_rotation(self.config.rope, tokens.shape[1], batch)
-        for layer, where in zip(self.layers, cache_places(self.config), strict=True):
+        if self.config.embed_scale != 1:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        ropes = dict.fromkeys(layer_rope(self.config, window) for window in self.config.windows)
+        rotations = {rope: step_rotation(rope, tokens.shape[1], batch) for rope in ropes}
+        places = cache_places(self.config)
+        for layer, window, where in zip(self.layers, self.config.windows, places, strict=True):
+            rotation = rotations[layer_rope(self.config, window)]
             x, cache = layer(x, cache, where=where, batch=batch, rotation=rotation)
         last_only = False
         if batch is not None and batch.outputs == "last":
@@ -127,6 +170,9 @@ class Decoder(nnx.Module):
             x = batch.select(x)[:, None]
         x = self.norm(x)
         logits = self.embed.attend(x) if self.lm_head is None else self.lm_head(x).astype(jnp.float32)
+        cap = self.config.logit_soft_cap
+        if cap is not None:
+            logits = cap * jnp.tanh(logits / cap)
         return (logits[:, 0] if last_only else logits), cache
 
 

@@ -3,12 +3,33 @@
 Knows names and sizes; reads no file and builds no layer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from jkv.layers.mlp import SWIGLU, Gating
+from jkv.layers.moe import Routing, check_routing
 from jkv.layers.rope import RopeConfig
 
 # Published decoders have up to 200; each layer of a model is built before its tensors are looked for.
 MAX_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """A mixture of experts in place of the MLP; hashable.
+
+    Attributes:
+        routing: how tokens find their experts.
+        mlp_dim: width of one expert.
+        shared_dim: width of the MLP that every token goes through beside its experts; None is none.
+        num_dense_layers: first layers that have an MLP instead.
+    """
+
+    routing: Routing
+    mlp_dim: int
+    shared_dim: int | None = None
+    num_dense_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,12 +47,23 @@ class ModelConfig:
         mlp_dim: width of the gated MLP.
         norm_eps: added to the mean square in every RMSNorm.
         rope: the rotary embedding.
+        window_rope: that of layers with a window; None is as the others.
         max_length: positions that the checkpoint was made for.
         windows: per layer, how many latest positions a query sees, its own included; None is all.
         has_qk_norm: RMSNorm over each query and key head before rotation.
+        is_qk_norm_wide: that norm is over all heads of a token at once.
         has_qkv_bias: biases on the query, key and value projections.
         has_output_bias: a bias on the attention's output projection.
-        has_mlp_bias: biases in the MLP.
+        has_mlp_bias: biases in the MLP or the experts.
+        has_sinks: a learned logit for each query head that takes probability and adds no value.
+        has_pre_norms: norms of what enters attention and MLP.
+        has_post_norms: norms of what leaves them.
+        attention_scale: multiplies attention's logits; None is `head_dim ** -0.5`.
+        attention_soft_cap: limits attention's logits, see `jkv.ops.attend`; None does not.
+        logit_soft_cap: limits the model's logits in the same way.
+        embed_scale: multiplies token vectors where they enter the first layer.
+        gating: of the MLP and the experts.
+        mixture: None has an MLP in every layer.
         is_tied: the output head is the embedding.
         bos_token_id: token that starts a text, where the checkpoint names one; the tokenizer knows whether to
             add it.
@@ -50,10 +82,21 @@ class ModelConfig:
     rope: RopeConfig
     max_length: int
     windows: tuple[int | None, ...]
+    window_rope: RopeConfig | None = None
     has_qk_norm: bool = False
+    is_qk_norm_wide: bool = False
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     has_mlp_bias: bool = False
+    has_sinks: bool = False
+    has_pre_norms: bool = True
+    has_post_norms: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embed_scale: float = 1.0
+    gating: Gating = SWIGLU
+    mixture: MixtureConfig | None = None
     is_tied: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -73,7 +116,29 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
         )
     if any(window is not None and window < 1 for window in config.windows):
         raise ValueError(f"a sliding window must hold at least one token, got {config.windows}")
+    if config.mixture is not None:
+        check_routing(config.mixture.routing)
     return config
+
+
+@dataclass(frozen=True)
+class MixtureKeys:
+    """How the members of a family route, and where config.json says the rest.
+
+    Attributes:
+        mlp_dim: key of an expert's width.
+        score: see `Routing`.
+        is_normalized: see `Routing`; None: config.json's `norm_topk_prob` says.
+        has_bias: biases on the logits and in the experts.
+        are_interleaved: a Hugging Face file has one tensor for all experts' gate and up projections, inputs
+            first, a gate's column before its up's; else two for each expert.
+    """
+
+    mlp_dim: str
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalized: bool | None = True
+    has_bias: bool = False
+    are_interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +151,29 @@ class Family:
         gguf_name: `general.architecture` of a GGUF file.
         is_gguf_permuted: GGUF stores q and k rows in the interleaved rotary order.
         has_qk_norm: see `ModelConfig`.
+        is_qk_norm_wide: see `ModelConfig`.
         has_qkv_bias: see `ModelConfig`; None: config.json's `attention_bias` says, for the output too.
+        has_sinks: see `ModelConfig`.
+        has_pre_norms: see `ModelConfig`.
+        has_post_norms: see `ModelConfig`.
+        norm_offset: a Hugging Face file stores each norm's scale less this.
         has_window: config.json's `sliding_window` counts by itself; else `use_sliding_window` switches it on.
+        window_period: of so many layers the last has no window, where config.json does not list the layers.
+        has_scaled_embedding: token vectors are multiplied by the root of their width.
+        gating: see `ModelConfig`.
+        mixture: None has an MLP in every layer.
         keys: config.json keys of this family beyond those that all share.
+        defaults: what transformers takes where config.json leaves a key out.
+        fixed: keys that would change the maths, and the one value with which they do not.
+        gguf_required: GGUF keys of this family beyond those that all share.
+        has_truncated_yarn: a yarn of GGUF has its ramp end at whole dimensions; the file does not say.
+        gguf_wide_scale: a GGUF model of so many layers scales attention by its width over its heads, of which
+            the file says nothing (llama.cpp knows it too).
+        hf_names: names of a layer's tensors in Hugging Face files, by parameter, where they are others than
+            Llama's.
+        gguf_names: the same in GGUF files.
+        hf_fused: tensors of a Hugging Face file that hold several parameters' rows, one after the other.
+        gguf_fused: the same in GGUF files.
     """
 
     architecture: str
@@ -96,12 +181,71 @@ class Family:
     gguf_name: str
     is_gguf_permuted: bool = False
     has_qk_norm: bool = False
+    is_qk_norm_wide: bool = False
     has_qkv_bias: bool | None = None
+    has_sinks: bool = False
+    has_pre_norms: bool = True
+    has_post_norms: bool = False
+    norm_offset: float = 0.0
     has_window: bool = False
+    window_period: int = 0
+    has_scaled_embedding: bool = False
+    gating: Gating = SWIGLU
+    mixture: MixtureKeys | None = None
     keys: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    gguf_required: frozenset[str] = frozenset()
+    has_truncated_yarn: bool = True
+    gguf_wide_scale: int | None = None
+    hf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    hf_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gguf_fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def family_switches(family: Family, embed_dim: int) -> dict[str, Any]:
+    """Return what every member of a family has in its configuration, whatever its file says."""
+    return {
+        "has_qk_norm": family.has_qk_norm,
+        "is_qk_norm_wide": family.is_qk_norm_wide,
+        "has_sinks": family.has_sinks,
+        "has_pre_norms": family.has_pre_norms,
+        "has_post_norms": family.has_post_norms,
+        "embed_scale": embed_dim**0.5 if family.has_scaled_embedding else 1.0,
+    }
+
+
+def windows_by_period(
+    family: Family, window: int | None, num_layers: int, period: int = 0
+) -> tuple[int | None, ...]:
+    """Return each layer's window where the last of `period` layers (the family's, if 0) has none."""
+    period = period or family.window_period
+    return tuple(None if period and (layer + 1) % period == 0 else window for layer in range(num_layers))
 
 
 _WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+# transformers 4 and 5 name the number of experts differently.
+_EXPERT_KEYS = frozenset({"num_experts_per_tok", "num_local_experts", "num_experts"})
+_GEMMA_KEYS = frozenset(
+    {
+        "attention_bias",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "sliding_window",
+        "layer_types",
+    }
+)
+_GELU = Gating("gelu_tanh")
+_GEMMA_FIXED = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": False,
+}
+_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -119,8 +263,130 @@ FAMILIES: dict[str, Family] = {
         has_window=True,
         keys=frozenset({"sliding_window"}),
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        "llama",
+        is_gguf_permuted=True,
+        has_qkv_bias=False,
+        has_window=True,
+        mixture=MixtureKeys("intermediate_size"),
+        keys=_EXPERT_KEYS | {"sliding_window"},
+        defaults={"sliding_window": None},
+        hf_names={
+            "mlp.router": "block_sparse_moe.gate",
+            "mlp.experts.gate_proj": "block_sparse_moe.experts.{expert}.w1",
+            "mlp.experts.up_proj": "block_sparse_moe.experts.{expert}.w3",
+            "mlp.experts.down_proj": "block_sparse_moe.experts.{expert}.w2",
+        },
+    ),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", "qwen2", has_qkv_bias=True, keys=_WINDOW_KEYS),
     "qwen3": Family(
         "Qwen3ForCausalLM", "qwen3", "qwen3", has_qk_norm=True, keys=_WINDOW_KEYS | {"attention_bias"}
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        "qwen3moe",
+        has_qk_norm=True,
+        mixture=MixtureKeys("moe_intermediate_size", is_normalized=None),
+        keys=_EXPERT_KEYS
+        | {
+            "attention_bias",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "sliding_window",
+            "max_window_layers",
+        },
+        # transformers would give every layer the window, whatever max_window_layers says.
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        "gemma2",
+        has_post_norms=True,
+        norm_offset=1.0,
+        has_window=True,
+        window_period=2,
+        has_scaled_embedding=True,
+        gating=_GELU,
+        keys=_GEMMA_KEYS,
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        fixed=_GEMMA_FIXED,
+        gguf_required=frozenset(
+            {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+        ),
+        gguf_wide_scale=46,
+        hf_names={"mlp_norm": "pre_feedforward_layernorm"},
+    ),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        "gemma3",
+        has_qk_norm=True,
+        has_post_norms=True,
+        norm_offset=1.0,
+        has_window=True,
+        window_period=6,
+        has_scaled_embedding=True,
+        gating=_GELU,
+        keys=_GEMMA_KEYS | {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
+        defaults={
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+            "tie_word_embeddings": True,
+        },
+        fixed=_GEMMA_FIXED,
+        gguf_required=frozenset({"attention.sliding_window"}),
+        gguf_wide_scale=62,
+        hf_names={"mlp_norm": "pre_feedforward_layernorm"},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        "gpt-oss",
+        has_sinks=True,
+        has_window=True,
+        window_period=2,
+        gating=Gating(slope=1.702, limit=7.0, up_offset=1.0),
+        mixture=MixtureKeys("intermediate_size", has_bias=True, are_interleaved=True),
+        keys=_EXPERT_KEYS
+        | {"attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit"},
+        defaults={"attention_bias": True, "head_dim": 64, "rope_theta": 150_000.0, "sliding_window": 128},
+        gguf_required=frozenset({"attention.sliding_window"}),
+        has_truncated_yarn=False,
+        hf_names={"mlp.router": "mlp.router"},
+        gguf_names={"mlp_norm": "post_attention_norm"},
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        "olmo2",
+        has_qk_norm=True,
+        is_qk_norm_wide=True,
+        has_pre_norms=False,
+        has_post_norms=True,
+        keys=frozenset({"attention_bias"}),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        "phi3",
+        has_qkv_bias=False,
+        has_window=True,
+        keys=frozenset({"sliding_window", "original_max_position_embeddings"}),
+        defaults={"sliding_window": None},
+        fixed={"attention_bias": False},
+        hf_fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP},
+        gguf_fused={"attn_qkv": _QKV, "ffn_up": _GATE_UP},
     ),
 }

@@ -7,8 +7,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig, yarn_mscale
-from jkv.models.families import FAMILIES, MAX_LAYERS, ModelConfig, check_sizes
+from jkv.models.families import (
+    FAMILIES,
+    MAX_LAYERS,
+    Family,
+    MixtureConfig,
+    ModelConfig,
+    check_sizes,
+    family_switches,
+    windows_by_period,
+)
 from jkv.models.fields import AT_LEAST_ZERO, COUNT, INDEX, POSITIVE, TEXT, check_fields, many, whole
 
 _REQUIRED = frozenset(
@@ -28,6 +38,8 @@ _OPTIONAL = frozenset(
         "attention.key_length",
         "attention.value_length",
         "attention.sliding_window",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
         "rope.dimension_count",
         "rope.freq_base",
         "rope.scale_linear",
@@ -42,12 +54,11 @@ _OPTIONAL = frozenset(
 )
 # llama.cpp overrides or multiplies these in ways that differ between its versions.
 _FIXED: dict[str, Any] = {
-    "expert_count": 0,
-    "expert_used_count": 0,
     "rope.scaling.yarn_log_multiplier": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
 }
+_EXPERT_KEYS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _KINDS = {
     "block_count": whole(1, MAX_LAYERS),
     "context_length": COUNT,
@@ -61,7 +72,13 @@ _KINDS = {
     "attention.value_length": COUNT,
     "attention.sliding_window": INDEX,
     "rope.dimension_count": COUNT,
+    "attn_logit_softcapping": POSITIVE,
+    "final_logit_softcapping": POSITIVE,
+    "expert_count": INDEX,
+    "expert_used_count": INDEX,
+    "expert_feed_forward_length": COUNT,
     "rope.freq_base": POSITIVE,
+    "rope.freq_base_swa": POSITIVE,
     "rope.scale_linear": AT_LEAST_ZERO,
     "rope.scaling.type": TEXT,
     "rope.scaling.factor": AT_LEAST_ZERO,
@@ -93,12 +110,9 @@ def config_from_gguf(
         ValueError: the architecture is not one of `FAMILIES`, a size is missing, or a key could change what
             the model computes and is not understood.
     """
-    architecture = metadata.get("general.architecture")
-    names = [name for name, family in FAMILIES.items() if family.gguf_name == architecture]
-    if not names:
-        known = sorted({family.gguf_name for family in FAMILIES.values()})
-        raise ValueError(f"general.architecture must be one of {known}, got {architecture!r}")
-    given = _keys(metadata, str(architecture))
+    architecture = str(metadata.get("general.architecture"))
+    name, family = _family(architecture, has_experts=bool(metadata.get(f"{architecture}.expert_count")))
+    given = _keys(metadata, architecture, family)
     check_fields(given, _KINDS, f"{architecture}.")
     check_fields(metadata, _TOKEN_KINDS, "")
     num_heads = given["attention.head_count"]
@@ -112,7 +126,7 @@ def config_from_gguf(
         )
     return check_sizes(
         ModelConfig(
-            family=names[0],
+            family=name,
             vocab_size=_vocab_size(metadata, given),
             num_layers=given["block_count"],
             embed_dim=given["embedding_length"],
@@ -121,34 +135,80 @@ def config_from_gguf(
             head_dim=head_dim,
             mlp_dim=given["feed_forward_length"],
             norm_eps=float(given["attention.layer_norm_rms_epsilon"]),
-            rope=_rope(given, head_dim, frequency_factors),
+            rope=_rope(given, family, head_dim, frequency_factors),
+            window_rope=_window_rope(given, family, head_dim),
             max_length=given["context_length"],
-            windows=(given.get("attention.sliding_window") or None,) * given["block_count"],
-            has_qk_norm=FAMILIES[names[0]].has_qk_norm,
+            windows=windows_by_period(
+                family, given.get("attention.sliding_window") or None, given["block_count"]
+            ),
             has_qkv_bias="blk.0.attn_q.bias" in tensor_names,
             has_output_bias="blk.0.attn_output.bias" in tensor_names,
-            has_mlp_bias="blk.0.ffn_up.bias" in tensor_names,
+            has_mlp_bias=any(f"blk.0.{part}.bias" in tensor_names for part in ("ffn_up", "ffn_up_exps")),
+            attention_scale=_attention_scale(given, family),
+            attention_soft_cap=given.get("attn_logit_softcapping"),
+            logit_soft_cap=given.get("final_logit_softcapping"),
+            gating=family.gating,
+            mixture=_mixture(given, family),
             is_tied="output.weight" not in tensor_names,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=_end_tokens(metadata),
+            **family_switches(family, given["embedding_length"]),
         )
     )
 
 
-def _keys(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def _family(architecture: str, *, has_experts: bool) -> tuple[str, Family]:
+    """Return the first family of an architecture; llama.cpp counts Mixtral as a Llama."""
+    for name, family in FAMILIES.items():
+        if family.gguf_name == architecture and (family.mixture is not None) == has_experts:
+            return name, family
+    known = sorted({family.gguf_name for family in FAMILIES.values()})
+    experts = "with" if has_experts else "without"
+    raise ValueError(
+        f"general.architecture must be one of {known}, each with or without experts as its family is, "
+        f"got {architecture!r} {experts} experts"
+    )
+
+
+def _keys(metadata: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
     """Return the architecture's own keys without their prefix, all of them understood."""
     prefix = f"{architecture}."
     given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    missing = sorted(prefix + key for key in _REQUIRED - set(given))
+    required = _REQUIRED | family.gguf_required | ({"expert_used_count"} if family.mixture else set())
+    missing = sorted(prefix + key for key in required - set(given))
     if missing:
         raise ValueError(f"the GGUF metadata lacks {missing}")
-    unknown = sorted(prefix + key for key in set(given) - _REQUIRED - _OPTIONAL - _FIXED.keys())
+    known = required | _OPTIONAL | _FIXED.keys() | _EXPERT_KEYS
+    if "rope_local_base_freq" in family.defaults:
+        known |= {"rope.freq_base_swa"}
+    unknown = sorted(prefix + key for key in set(given) - known)
     if unknown:
         raise ValueError(f"the GGUF metadata has keys that jkv does not compute: {unknown}")
     for key, value in _FIXED.items():
         if given.get(key, value) != value:
             raise ValueError(f"{prefix}{key} must be {value!r}, got {given[key]!r}")
     return given
+
+
+def _attention_scale(given: Mapping[str, Any], family: Family) -> float | None:
+    if family.gguf_wide_scale != given["block_count"]:
+        return None
+    return (given["embedding_length"] / given["attention.head_count"]) ** -0.5
+
+
+def _mixture(given: Mapping[str, Any], family: Family) -> MixtureConfig | None:
+    """Read as llama.cpp does: the chosen weights are normalized in all of these families."""
+    keys = family.mixture
+    if keys is None:
+        return None
+    routing = Routing(
+        given["expert_count"],
+        given["expert_used_count"],
+        keys.score,
+        is_normalized=True,
+        has_bias=keys.has_bias,
+    )
+    return MixtureConfig(routing, given.get("expert_feed_forward_length", given["feed_forward_length"]))
 
 
 def _vocab_size(metadata: Mapping[str, Any], given: Mapping[str, Any]) -> int:
@@ -163,7 +223,14 @@ def _end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
-def _rope(given: Mapping[str, Any], head_dim: int, factors: tuple[float, ...] | None) -> RopeConfig:
+def _window_rope(given: Mapping[str, Any], family: Family, head_dim: int) -> RopeConfig | None:
+    theta = given.get("rope.freq_base_swa", family.defaults.get("rope_local_base_freq"))
+    return None if theta is None else RopeConfig(dim=head_dim, theta=float(theta))
+
+
+def _rope(
+    given: Mapping[str, Any], family: Family, head_dim: int, factors: tuple[float, ...] | None
+) -> RopeConfig:
     """Read as llama.cpp does: a factor without a type is linear, attn_factor multiplies yarn's own."""
     rope = RopeConfig(
         dim=head_dim, theta=float(given.get("rope.freq_base", 10000.0)), frequency_factors=factors
@@ -181,6 +248,7 @@ def _rope(given: Mapping[str, Any], head_dim: int, factors: tuple[float, ...] | 
             original_max_position=given.get("rope.scaling.original_context_length", given["context_length"]),
             beta_fast=float(given.get("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(given.get("rope.scaling.yarn_beta_slow", 1.0)),
+            truncate=family.has_truncated_yarn,
             attention_factor=attention_factor * yarn_mscale(factor),
         )
     if attention_factor != 1.0:

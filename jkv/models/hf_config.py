@@ -4,10 +4,22 @@ Knows which keys change what a model computes; opens no file.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from jkv.layers.mlp import Gating
+from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import FAMILIES, MAX_LAYERS, Family, ModelConfig, check_sizes
+from jkv.models.families import (
+    FAMILIES,
+    MAX_LAYERS,
+    Family,
+    MixtureConfig,
+    ModelConfig,
+    check_sizes,
+    family_switches,
+    windows_by_period,
+)
 from jkv.models.fields import (
     AT_LEAST_ZERO,
     COUNT,
@@ -63,17 +75,26 @@ _HARMLESS = frozenset(
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "auto_map",
+        "cache_implementation",
         "dtype",
+        "embd_pdrop",
+        "experts_per_token",
         "id2label",
+        "initial_context_length",
         "initializer_range",
         "is_llama_config",
         "label2id",
         "model_type",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "pad_token_id",
         "problem_type",
+        "resid_pdrop",
         "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "torch_dtype",
         "transformers.js_config",
         "transformers_version",
@@ -105,7 +126,22 @@ _KINDS = {
     "use_sliding_window": SWITCH,
     "max_window_layers": INDEX,
     "layer_types": many(TEXT),
+    "sliding_window_pattern": COUNT,
+    "_sliding_window_pattern": COUNT,
+    "rope_local_base_freq": POSITIVE,
+    "query_pre_attn_scalar": POSITIVE,
+    "attn_logit_softcapping": POSITIVE,
+    "final_logit_softcapping": POSITIVE,
+    "num_experts": COUNT,
+    "num_local_experts": COUNT,
+    "num_experts_per_tok": COUNT,
+    "moe_intermediate_size": COUNT,
+    "norm_topk_prob": SWITCH,
+    "swiglu_alpha": POSITIVE,
+    "swiglu_limit": POSITIVE,
 }
+_NUM_EXPERTS = ("num_local_experts", "num_experts")
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _ROPE_KINDS = {
     "rope_type": TEXT,
     "type": TEXT,
@@ -136,11 +172,13 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             the model computes and is not understood.
     """
     name, family = _family(config)
+    config = {**family.defaults, **config}
     given = _without_nulls(config)
     _check_keys(given, family)
     num_heads = given["num_attention_heads"]
     head_dim = given.get("head_dim") or given["hidden_size"] // num_heads
     has_bias = bool(given.get("attention_bias", False))
+    rope, window_rope = _ropes(given, head_dim)
     return check_sizes(
         ModelConfig(
             family=name,
@@ -152,16 +190,22 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             head_dim=head_dim,
             mlp_dim=given["intermediate_size"],
             norm_eps=float(given["rms_norm_eps"]),
-            rope=_rope(given, head_dim),
+            rope=rope,
+            window_rope=window_rope,
             max_length=given["max_position_embeddings"],
             windows=_windows(given, config, family),
-            has_qk_norm=family.has_qk_norm,
             has_qkv_bias=has_bias if family.has_qkv_bias is None else family.has_qkv_bias,
             has_output_bias=has_bias,
-            has_mlp_bias=bool(given.get("mlp_bias", False)),
+            has_mlp_bias=bool(given.get("mlp_bias", family.mixture is not None and family.mixture.has_bias)),
+            attention_scale=_attention_scale(given),
+            attention_soft_cap=given.get("attn_logit_softcapping"),
+            logit_soft_cap=given.get("final_logit_softcapping"),
+            gating=_gating(given, family),
+            mixture=_mixture(given, family),
             is_tied=bool(given.get("tie_word_embeddings", False)),
             bos_token_id=given.get("bos_token_id"),
             eos_token_ids=_token_ids(given.get("eos_token_id")),
+            **family_switches(family, given["hidden_size"]),
         )
     )
 
@@ -179,7 +223,8 @@ def _check_keys(given: Mapping[str, Any], family: Family) -> None:
     missing = sorted(_REQUIRED - set(given))
     if missing:
         raise ValueError(f"config.json of a {family.architecture} lacks {missing}")
-    known = _REQUIRED | _OPTIONAL | _FIXED.keys() | _HARMLESS | family.keys
+    fixed = {**_FIXED, **family.fixed}
+    known = _REQUIRED | _OPTIONAL | fixed.keys() | _HARMLESS | family.keys
     unknown = sorted(set(given) - known)
     if unknown:
         raise ValueError(
@@ -187,15 +232,15 @@ def _check_keys(given: Mapping[str, Any], family: Family) -> None:
             "remove those that do not change the model"
         )
     check_fields(given, _KINDS, "config.json's ")
-    for key, value in _FIXED.items():
+    for key, value in fixed.items():
         if given.get(key, value) != value:
             raise ValueError(f"config.json's {key} must be {value!r}, got {given[key]!r}")
     quantization = given.get("quantization_config", {"quant_method": "fp8"})
     check_fields(_without_nulls(quantization), _QUANTIZATION_KINDS, "config.json's quantization_config.")
     method = quantization.get("quant_method")
-    if method != "fp8":
+    if method not in ("fp8", "mxfp4"):
         raise ValueError(
-            f"config.json's quantization_config must be of quant_method 'fp8', got {method!r}; "
+            f"config.json's quantization_config must be of quant_method 'fp8' or 'mxfp4', got {method!r}; "
             "use the unquantized checkpoint or a GGUF file"
         )
 
@@ -204,12 +249,60 @@ def _without_nulls(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if value is not None}
 
 
-def _rope(given: Mapping[str, Any], head_dim: int) -> RopeConfig:
+def _attention_scale(given: Mapping[str, Any]) -> float | None:
+    scalar = given.get("query_pre_attn_scalar")
+    return None if scalar is None else float(scalar) ** -0.5
+
+
+def _gating(given: Mapping[str, Any], family: Family) -> Gating:
+    named = {"slope": given.get("swiglu_alpha"), "limit": given.get("swiglu_limit")}
+    return replace(
+        family.gating, **{name: float(value) for name, value in named.items() if value is not None}
+    )
+
+
+def _mixture(given: Mapping[str, Any], family: Family) -> MixtureConfig | None:
+    keys = family.mixture
+    if keys is None:
+        return None
+    counts = {given[key] for key in _NUM_EXPERTS if key in given}
+    missing = [key for key in ("num_experts_per_tok", keys.mlp_dim) if key not in given]
+    if len(counts) != 1 or missing:
+        raise ValueError(
+            f"config.json must give one number of experts as {' or '.join(_NUM_EXPERTS)}, "
+            f"num_experts_per_tok and {keys.mlp_dim}, got {sorted(counts)}, without {missing}"
+        )
+    is_normalized = given.get("norm_topk_prob", False) if keys.is_normalized is None else keys.is_normalized
+    routing = Routing(
+        num_experts=counts.pop(),
+        num_active=given["num_experts_per_tok"],
+        score=keys.score,
+        is_normalized=is_normalized,
+        has_bias=keys.has_bias,
+    )
+    return MixtureConfig(routing, given[keys.mlp_dim])
+
+
+def _ropes(given: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rotary embedding and that of layers with a window, where it is another one.
+
+    Its entries stand side by side, or each under the kind of its layers.
+    """
     scaling, parameters = given.get("rope_scaling"), given.get("rope_parameters")
     if scaling and parameters and scaling != parameters:
         raise ValueError(f"config.json's rope_scaling and rope_parameters differ: {scaling} and {parameters}")
     name = "rope_scaling" if scaling else "rope_parameters"
     entry = _without_nulls(given.get(name, {}))
+    local = {"rope_theta": given["rope_local_base_freq"]} if "rope_local_base_freq" in given else None
+    if not _LAYER_TYPES.isdisjoint(entry):
+        check_fields(entry, dict.fromkeys(_LAYER_TYPES, MAPPING), f"config.json's {name}.")
+        local = {**(local or {}), **entry.get("sliding_attention", {})}
+        entry = entry.get("full_attention", {})
+    rope = _rope(given, _without_nulls(entry), name, head_dim)
+    return rope, None if local is None else _rope(given, _without_nulls(local), name, head_dim)
+
+
+def _rope(given: Mapping[str, Any], entry: Mapping[str, Any], name: str, head_dim: int) -> RopeConfig:
     check_fields(entry, _ROPE_KINDS, f"config.json's {name}.")
     # transformers applies a part of the head in some scalings of these families and ignores it in others.
     if entry.get("partial_rotary_factor", 1.0) != 1.0:
@@ -217,7 +310,7 @@ def _rope(given: Mapping[str, Any], head_dim: int) -> RopeConfig:
             f"config.json's partial_rotary_factor must be 1.0, got {entry['partial_rotary_factor']}"
         )
     return RopeConfig.from_hf(
-        entry,
+        dict(entry),
         dim=head_dim,
         theta=float(given.get("rope_theta", 10000.0)),
         max_position=given["max_position_embeddings"],
@@ -230,10 +323,13 @@ def _windows(given: Mapping[str, Any], config: Mapping[str, Any], family: Family
     # Here alone null means something: no window, where a missing key means the default one.
     window = config.get("sliding_window", _DEFAULT_WINDOW) if is_windowed else None
     kinds = given.get("layer_types")
+    if kinds is None and family.window_period:
+        named = (given.get(key) for key in ("sliding_window_pattern", "_sliding_window_pattern"))
+        return windows_by_period(family, window, num_layers, next((value for value in named if value), 0))
     if kinds is None:
         first = 0 if family.has_window else given.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    if len(kinds) != num_layers or not set(kinds) <= _LAYER_TYPES:
         raise ValueError(
             f"config.json's layer_types must be {num_layers} of 'full_attention' and 'sliding_attention', "
             f"got {kinds}"

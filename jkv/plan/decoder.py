@@ -81,7 +81,10 @@ def _grouped(sizes: SizesSection) -> Iterator[Parameters]:
     yield from _matrix(layers, embed, queries, sizes.has_qkv_bias)
     yield from _matrix(2 * layers, embed, keys, sizes.has_qkv_bias)
     yield from _matrix(layers, queries, embed, sizes.has_output_bias)
-    if sizes.has_qk_norm:
+    if sizes.has_qk_norm and sizes.is_qk_norm_wide:
+        yield Parameters(layers, (queries,))
+        yield Parameters(layers, (keys,))
+    elif sizes.has_qk_norm:
         yield Parameters(2 * layers, (("", sizes.head_dim),))
     if sizes.has_sinks:
         yield Parameters(layers, (("q_head", sizes.num_heads),))

@@ -1,7 +1,7 @@
 """A model's configuration as sizes. Knows both forms; reads no file."""
 
-from jkv.config import SizesSection
-from jkv.models.families import ModelConfig
+from jkv.config import ExpertSizes, SizesSection
+from jkv.models.families import MixtureConfig, ModelConfig
 
 # Fields that both forms have.
 _SAME = (
@@ -15,9 +15,11 @@ _SAME = (
     "max_length",
     "is_tied",
     "has_qk_norm",
+    "is_qk_norm_wide",
     "has_qkv_bias",
     "has_output_bias",
     "has_mlp_bias",
+    "has_sinks",
 )
 
 
@@ -32,6 +34,20 @@ def sizes_of(config: ModelConfig) -> SizesSection:
         raise ValueError(f"a model's windows must be of one size to be planned, got {sorted(windows)}")
     return SizesSection(
         **{name: getattr(config, name) for name in _SAME},
+        num_norms=4 if config.has_pre_norms and config.has_post_norms else 2,
         window=min(windows, default=None),
         num_global_layers=config.windows.count(None) if windows else 0,
+        experts=None if config.mixture is None else _experts_of(config.mixture),
+    )
+
+
+def _experts_of(mixture: MixtureConfig) -> ExpertSizes:
+    routing = mixture.routing
+    return ExpertSizes(
+        num_experts=routing.num_experts,
+        num_active=routing.num_active,
+        mlp_dim=mixture.mlp_dim,
+        num_shared=(mixture.shared_dim or 0) // mixture.mlp_dim,
+        num_dense_layers=mixture.num_dense_layers,
+        has_router_bias=routing.has_bias or routing.has_correction,
     )

@@ -1,8 +1,9 @@
 """Public reference outputs, reproduced whole, in chunks, step by step, and by both forms of generation."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +20,52 @@ from ..compare import assert_close, relative_errors
 from ..poison import poison
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ("llama", "llama3_rope", "mistral_sliding", "qwen3_qknorm")
+NAMES = (
+    "llama",
+    "llama3_rope",
+    "mistral_sliding",
+    "qwen3_qknorm",
+    "mixtral_moe",
+    "gemma3_local_global",
+    "qwen2",
+    "qwen3_moe",
+    "gemma2",
+    "gpt_oss",
+    "olmo2",
+    "phi3",
+)
 NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 40, 16
 # The references' own bound: float32 of another implementation.
 TOLERANCE = 1e-4
 WIDTHS = (40, 16, 7, 1)
 # Each program compiles for seconds: `make test` takes each width and each model, the gates all pairs.
-SHORT = {("llama", 40), ("llama", 1), ("llama3_rope", 16), ("mistral_sliding", 7), ("qwen3_qknorm", 7)}
+SHORT = {
+    ("llama", 40),
+    ("llama", 1),
+    ("llama3_rope", 16),
+    ("mistral_sliding", 7),
+    ("qwen3_qknorm", 7),
+    ("mixtral_moe", 7),
+    ("gemma3_local_global", 16),
+    ("qwen2", 7),
+    ("qwen3_moe", 16),
+    ("gemma2", 7),
+    ("gpt_oss", 7),
+    ("olmo2", 16),
+    ("phi3", 16),
+}
 PAIRS = [
     pytest.param(name, width, marks=() if (name, width) in SHORT else pytest.mark.gate)
     for name in NAMES
     for width in WIDTHS
 ]
+LLAMAS = NAMES[:4]
+
+
+def models(names: Iterable[str], short: Collection[str]) -> Any:
+    """Return a mark that runs a test with each model, those that are not `short` by the gates."""
+    marked = [pytest.param(name, marks=() if name in short else pytest.mark.gate) for name in names]
+    return pytest.mark.parametrize("golden", marked, indirect=True)
 
 
 class Golden(NamedTuple):
@@ -40,7 +75,7 @@ class Golden(NamedTuple):
     greedy: np.ndarray
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module")
 def golden(request: pytest.FixtureRequest) -> Golden:
     folder = GOLDEN / request.param
     with np.load(folder / "reference.npz") as reference:
@@ -53,9 +88,12 @@ def make_decoding(model: LanguageModel, **options) -> Decoding:
 
 
 def logits_in_chunks(model: LanguageModel, tokens: np.ndarray, width: int) -> np.ndarray:
-    """Run the tokens through a poisoned cache, `width` at a time, the last chunk padded."""
+    """Run the tokens through a poisoned cache, `width` at a time, the last chunk padded.
+
+    Layers with a window keep no more than they see.
+    """
     rows, length = tokens.shape
-    spec = cache_spec(model.config, page_size=4, codec="f32")
+    spec = cache_spec(model.config, page_size=4, codec="f32", max_chunk=width)
     cache = poison(Cache.dense(spec, num_sequences=rows, capacity=length + 5))
     found = []
     for start in range(0, length, width):
@@ -78,18 +116,23 @@ def test_logits_in_chunks_equal_the_reference(golden: Golden, width: int):
     assert_close(logits_in_chunks(golden.model, golden.tokens, width), golden.logits, TOLERANCE)
 
 
+@models(NAMES, LLAMAS)
 def test_logits_without_a_cache_equal_the_reference(golden: Golden):
     logits, cache = jax.jit(golden.model.step)(golden.model.weights, golden.tokens, None, None)
     assert cache is None
     assert_close(logits, golden.logits, TOLERANCE)
 
 
+@models(NAMES, (*LLAMAS, "mixtral_moe"))
 def test_greedy_tokens_equal_the_reference(golden: Golden):
     generations = generate(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
     assert [list(row.tokens) for row in generations] == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
-@pytest.mark.parametrize("golden", ["mistral_sliding"], indirect=True)
+@models(
+    ("mistral_sliding", "gemma3_local_global", "gemma2", "gpt_oss", "phi3"),
+    ("mistral_sliding", "gemma3_local_global"),
+)
 def test_a_window_keeps_all_that_its_layers_see(golden: Golden):
     spec = cache_spec(golden.model.config, page_size=4, max_chunk=8)
     decoding = replace(make_decoding(golden.model, buckets=(8,)), spec=spec)
@@ -100,13 +143,14 @@ def test_a_window_keeps_all_that_its_layers_see(golden: Golden):
     assert state.new_tokens.tolist() == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
+@models(NAMES, LLAMAS)
 def test_streamed_tokens_equal_the_reference(golden: Golden):
     stream = Stream(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
     steps = [result.tokens for result in stream]
     assert np.transpose(steps).tolist() == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
-@pytest.mark.parametrize("golden", ["llama"], indirect=True)
+@models(["llama"], ["llama"])
 def test_one_wrong_token_of_forty_fails_the_comparison(golden: Golden):
     wrong = golden.tokens.copy()
     wrong[1, 0] += 1

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
+from jkv.models.families import MixtureConfig
 from jkv.models.hf_config import config_from_hf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -120,6 +122,59 @@ def test_qwen_slides_from_max_window_layers_on_or_as_layer_types_say(changes: di
     assert config_from_hf(make_hf("Qwen2", **changes)).windows == windows
 
 
+def test_a_gemma_3_of_transformers_4_has_its_local_layers_and_their_rotation():
+    keys = {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10_000,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+    }
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    activation = {"hidden_activation": "gelu_pytorch_tanh", "model_type": "gemma3_text"}
+    config = config_from_hf(make_hf("Gemma3", **keys, **scaling, **activation))
+    assert config.windows == (16, 16, None, 16)
+    assert config.rope == RopeConfig(dim=256, theta=1e6, scaling="linear", factor=8.0)
+    assert config.window_rope == RopeConfig(dim=256, theta=10_000.0)
+    assert (config.is_tied, config.attention_scale, config.embed_scale) == (True, 256**-0.5, 8.0)
+
+
+def test_a_gpt_oss_of_transformers_4_has_yarn_and_every_second_layer_a_window():
+    keys = {"num_local_experts": 8, "num_experts_per_tok": 2, "swiglu_limit": 7.0, "experts_per_token": 2}
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    yarn["original_max_position_embeddings"] = 4096
+    config = config_from_hf(make_hf("GptOss", **keys, rope_scaling=yarn, initial_context_length=4096))
+    assert config.windows == (128, None, 128, None)
+    assert (config.rope.scaling, config.rope.theta, config.rope.truncate) == ("yarn", 150_000.0, False)
+    assert (config.has_qkv_bias, config.has_output_bias, config.has_mlp_bias) == (True, True, True)
+    assert config.mixture == MixtureConfig(Routing(8, 2, is_normalized=True, has_bias=True), 96)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("Phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "got 'longrope'"),
+        ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
+        ("Gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
+        ("Gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),
+        ("Mixtral", {"num_experts_per_tok": 2}, r"as num_local_experts or num_experts, .* got \[\], without"),
+        ("Mixtral", {"num_local_experts": 4}, r"got \[4\], without \['num_experts_per_tok'\]"),
+        (
+            "Mixtral",
+            {"num_local_experts": 4, "num_experts": 8, "num_experts_per_tok": 2},
+            r"one number of experts .* got \[4, 8\]",
+        ),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "use 1 to 4 experts"),
+        ("Qwen3Moe", {"mlp_only_layers": [0]}, r"mlp_only_layers must be \[\], got \[0\]"),
+        ("Qwen3Moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
+        ("Llama", {"num_local_experts": 4}, r"does not compute: \['num_local_experts'\]"),
+        ("Olmo2", {"clip_qkv": 8}, r"does not compute: \['clip_qkv'\]"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused_by_its_key(family: str, changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(make_hf(family, **changes))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -136,7 +191,7 @@ def test_qwen_slides_from_max_window_layers_on_or_as_layer_types_say(changes: di
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0, got 0.5"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"a": 1}}, "differ"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'fp8', got 'awq'"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'fp8' or 'mxfp4', got 'awq'"),
         ({"num_key_value_heads": 3}, "got 8 and 3"),
     ],
 )

@@ -9,8 +9,10 @@ from flax import nnx
 
 from jkv.config import MeshSection, SizesSection, load_config
 from jkv.config.compose import bundled_configs
+from jkv.layers.moe import Routing
 from jkv.layers.quantized import quantize
 from jkv.models.decoder import Decoder
+from jkv.models.families import MixtureConfig
 from jkv.models.load import abstract_decoder, parameter_targets
 from jkv.models.weights.model import open_model
 from jkv.plan.decoder import Stored, attention_width, cache_groups, mlp_width, parameters
@@ -66,7 +68,21 @@ def test_the_bundled_model_s_preset_is_its_file_s():
     assert preset("smollm2-135m") == sizes_of(open_model("smollm2-135m").config)
 
 
-@pytest.mark.parametrize("changes", [{}, {"is_tied": True, "has_qk_norm": True, "has_qkv_bias": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_tied": True, "has_qk_norm": True, "has_qkv_bias": True},
+        {"has_qk_norm": True, "is_qk_norm_wide": True, "has_pre_norms": False, "has_post_norms": True},
+        {
+            "num_layers": 3,
+            "has_post_norms": True,
+            "has_sinks": True,
+            "has_mlp_bias": True,
+            "mixture": MixtureConfig(Routing(4, 2, has_bias=True), 8, shared_dim=16, num_dense_layers=1),
+        },
+    ],
+)
 def test_parameters_are_the_decoder_s(changes: dict):
     config = make_config(**changes)
     targets = parameter_targets(abstract_decoder(config))

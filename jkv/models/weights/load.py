@@ -4,7 +4,6 @@ Knows rules and shardings; no format and no model.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -91,16 +90,30 @@ def _refuse(sentence: str, names: Iterable[str]) -> None:
 def _check_names(
     source: TensorSource, rules: list[TensorRule], targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> None:
-    sources = Counter(rule.source for rule in rules)
+    sources: dict[str, list[TensorRule]] = {}
+    for rule in rules:
+        sources.setdefault(rule.source, []).append(rule)
     filled = {rule.target for rule in rules}
     _refuse(
-        "each tensor must have one rule, got several for", [name for name in sources if sources[name] > 1]
+        "each entry of a tensor must have one rule, got several or none for",
+        [name for name in sources if not _is_placed_once(sources[name])],
     )
     _refuse("the checkpoint lacks tensors:", set(sources) - set(source.tensors))
     unused = {name for name in source.tensors if not is_derived(name)} - set(sources)
     _refuse("the checkpoint has tensors that the model does not use:", unused)
     _refuse("no tensor fills the parameters", set(targets) - filled)
     _refuse("the model lacks parameters that the checkpoint fills:", filled - set(targets))
+
+
+def _is_placed_once(rules: list[TensorRule]) -> bool:
+    """Return whether the rules of one tensor take all of its entries, each once."""
+    parts = [rule.part for rule in rules if rule.part is not None]
+    if not parts:
+        return len(rules) == 1
+    axis = parts[0][0]
+    taken = sorted(entry for part in parts for entry in range(*part[1:]))
+    is_alike = len(parts) == len(rules) and all(part[0] == axis for part in parts)
+    return is_alike and taken == list(range(rules[0].shape[axis]))
 
 
 def _check_tensors(
@@ -131,9 +144,9 @@ def _check_cover(name: str, shape: tuple[int, ...], rules: list[TensorRule]) -> 
     _refuse(
         f"the tensors of parameter {name} {shape} must fit inside it, got",
         (
-            f"{rule.source} {rule.shape} at {rule.index or 'its origin'}"
+            f"{rule.source} {rule.placed_shape} at {rule.index or 'its origin'}"
             for rule in rules
-            if _overlap(_box(rule), whole) != _box(rule) or _sizes(_box(rule)) != rule.shape
+            if _overlap(_box(rule), whole) != _box(rule) or _sizes(_box(rule)) != rule.placed_shape
         ),
     )
     is_apart = all(_overlap(a, b) is None for i, a in enumerate(boxes) for b in boxes[:i])
@@ -184,20 +197,40 @@ def _read_box(source: TensorSource, rules: list[TensorRule], box: _Box, dtype: n
         if shared is not None:
             # An overflow becomes an infinity, which `check_finite` reports with its parameter.
             with np.errstate(over="ignore"):
-                out[_slices(shared, box)] = _read_rows(source, rule, _slices(shared, _box(rule)))
+                out[_slices(shared, box)] = _read_piece(source, rule, _slices(shared, _box(rule)))
     return out
 
 
-def _read_rows(source: TensorSource, rule: TensorRule, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
-    """Read a piece of a tensor, rotary pairs of its rows in halves.
+def _read_piece(
+    source: TensorSource, rule: TensorRule, index: tuple[slice, ...]
+) -> Shaped[np.ndarray, "..."]:
+    """Read a piece of what a rule places, in the axes of its place."""
+    if rule.permuted_heads is not None:
+        return _read_rows(source, rule, rule.permuted_heads, index)
+    # A stack's axis is not the tensor's.
+    pieces = list(index[len(index) - len(rule.shape) :])
+    if rule.is_transposed:
+        pieces[-2:] = reversed(pieces[-2:])
+    if rule.part is not None:
+        axis, *entries = rule.part
+        taken = range(*entries)[pieces[axis]]
+        pieces[axis] = slice(taken.start, taken.stop, taken.step)
+    read = source.read(rule.source, tuple(pieces))
+    if rule.is_transposed:
+        read = read.swapaxes(-1, -2)
+    return read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read
+
+
+def _read_rows(
+    source: TensorSource, rule: TensorRule, num_heads: int, index: tuple[slice, ...]
+) -> Shaped[np.ndarray, "..."]:
+    """Read rows, rotary pairs in halves.
 
     The interleaved order has a head's pair at (2 j, 2 j + 1), ours at (j, j + head_dim / 2): whole
     heads are read and turned.
     """
-    if rule.permuted_heads is None:
-        return source.read(rule.source, index)
     rows, *columns = index
-    head_dim = rule.shape[0] // rule.permuted_heads
+    head_dim = rule.shape[0] // num_heads
     first, last = rows.start // head_dim, -(-rows.stop // head_dim)
     read = source.read(rule.source, (slice(first * head_dim, last * head_dim), *columns))
     pairs = read.reshape(last - first, head_dim // 2, 2, *read.shape[1:])
@@ -206,7 +239,7 @@ def _read_rows(source: TensorSource, rule: TensorRule, index: tuple[slice, ...])
 
 
 def _box(rule: TensorRule) -> _Box:
-    return rule.index or tuple((0, size) for size in rule.shape)
+    return rule.index or tuple((0, size) for size in rule.placed_shape)
 
 
 def _sizes(box: _Box) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from jkv.models.weights.fp8 import Fp8Source
 from jkv.models.weights.gguf import GgufSource
 from jkv.models.weights.load import check_finite, load_parameters
 from jkv.models.weights.locate import ModelLocation, resolve_model
+from jkv.models.weights.mxfp4 import Mxfp4Source
 from jkv.models.weights.rules import tensor_rules
 from jkv.models.weights.safetensors import open_safetensors
 from jkv.models.weights.source import TensorSource, fingerprint
@@ -97,5 +98,7 @@ def _open_folder(folder: Path, description: Mapping[str, Any]) -> TensorSource:
     quantization = description.get("quantization_config")
     if not quantization:
         return source
+    if quantization["quant_method"] == "mxfp4":
+        return Mxfp4Source(source)
     block = quantization.get("weight_block_size")
     return Fp8Source(source, tuple(block) if block else None)

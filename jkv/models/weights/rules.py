@@ -4,10 +4,12 @@ Knows names and shapes; reads nothing.
 """
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
-from jkv.models.families import FAMILIES, ModelConfig
+from jkv.models.families import FAMILIES, MixtureConfig, ModelConfig
 
 Format = Literal["hf", "gguf"]
 
@@ -22,10 +24,14 @@ class TensorRule:
     Attributes:
         source: its name in the checkpoint.
         target: dotted path of the parameter.
-        shape: its shape in the checkpoint, which is that of the place it fills.
+        shape: its shape in the checkpoint.
         permuted_heads: heads whose rows stand in the interleaved rotary order, to be undone; None: none do.
         index: (start, stop) along each axis of the parameter; () is all of it.
         is_copy: the tensor may be left out, and must equal the one that fills the parameter.
+        part: axis, start, stop and step of the tensor's entries that are placed; None is all. What is left
+            is for other rules.
+        is_transposed: the last two axes change places.
+        offset: added to each entry.
     """
 
     source: str
@@ -34,6 +40,20 @@ class TensorRule:
     permuted_heads: int | None = None
     index: tuple[tuple[int, int], ...] = ()
     is_copy: bool = False
+    part: tuple[int, int, int, int] | None = None
+    is_transposed: bool = False
+    offset: float = 0.0
+
+    @property
+    def placed_shape(self) -> tuple[int, ...]:
+        """The shape of the place that the tensor fills; it may be one of a stack."""
+        shape = list(self.shape)
+        if self.part is not None:
+            axis, *entries = self.part
+            shape[axis] = len(range(*entries))
+        if self.is_transposed:
+            shape[-2:] = reversed(shape[-2:])
+        return (*(1,) * (len(self.index) - len(shape)), *shape)
 
 
 def tensor_rules(config: ModelConfig, format: Format) -> tuple[TensorRule, ...]:
@@ -42,18 +62,16 @@ def tensor_rules(config: ModelConfig, format: Format) -> tuple[TensorRule, ...]:
     embedding, norm, head = _OUTER[format]
     rules = [
         TensorRule(embedding, "embed.embedding", vocab),
-        TensorRule(norm, "norm.scale", (config.embed_dim,)),
+        TensorRule(norm, "norm.scale", (config.embed_dim,), offset=_norm_offset(config, format)),
     ]
     if not config.is_tied:
         rules.append(TensorRule(head, "lm_head.weight", vocab))
     elif format == "hf":
         rules.append(TensorRule(head, "embed.embedding", vocab, is_copy=True))
     for layer in range(config.num_layers):
-        prefix = {"hf": f"model.layers.{layer}.", "gguf": f"blk.{layer}."}[format]
-        for part in _layer_parts(config):
-            rules += _part_rules(
-                part, prefix + part.names[format], f"layers.{layer}.{part.target}", config, format
-            )
+        for rule in _layer_rules(config, layer, format):
+            source = {"hf": f"model.layers.{layer}.", "gguf": f"blk.{layer}."}[format] + rule.source
+            rules.append(replace(rule, source=source, target=f"layers.{layer}.{rule.target}"))
     return tuple(rules)
 
 
@@ -68,59 +86,154 @@ _OUTER: dict[Format, tuple[str, str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A norm or a linear map of every layer; `heads` counts those whose rows are rotated."""
+# A layer's tensors, by parameter: Llama's names in Hugging Face files, and llama.cpp's.
+_NAMES = {
+    "attention_norm": ("input_layernorm", "attn_norm"),
+    "attention.q_proj": ("self_attn.q_proj", "attn_q"),
+    "attention.k_proj": ("self_attn.k_proj", "attn_k"),
+    "attention.v_proj": ("self_attn.v_proj", "attn_v"),
+    "attention.o_proj": ("self_attn.o_proj", "attn_output"),
+    "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
+    "attention.sinks": ("self_attn.sinks", "attn_sinks.weight"),
+    "attention_post_norm": ("post_attention_layernorm", "post_attention_norm"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
+    "mlp_post_norm": ("post_feedforward_layernorm", "post_ffw_norm"),
+    "mlp.gate_proj": ("mlp.gate_proj", "ffn_gate"),
+    "mlp.up_proj": ("mlp.up_proj", "ffn_up"),
+    "mlp.down_proj": ("mlp.down_proj", "ffn_down"),
+    "mlp.router": ("mlp.gate", "ffn_gate_inp"),
+    "mlp.experts.gate_proj": ("mlp.experts.{expert}.gate_proj", "ffn_gate_exps"),
+    "mlp.experts.up_proj": ("mlp.experts.{expert}.up_proj", "ffn_up_exps"),
+    "mlp.experts.down_proj": ("mlp.experts.{expert}.down_proj", "ffn_down_exps"),
+}
 
-    target: str
-    names: dict[Format, str]
-    shape: tuple[int, ...]
-    has_bias: bool = False
+
+def _name(target: str, config: ModelConfig, format: Format) -> str:
+    family = FAMILIES[config.family]
+    others = {"hf": family.hf_names, "gguf": family.gguf_names}[format]
+    return others.get(target, _NAMES[target][format == "gguf"])
+
+
+def _norm_offset(config: ModelConfig, format: Format) -> float:
+    # llama.cpp's converter has added it.
+    return FAMILIES[config.family].norm_offset if format == "hf" else 0.0
+
+
+def _layer_rules(config: ModelConfig, layer: int, format: Format) -> Iterator[TensorRule]:
+    """Yield a layer's rules, sources and targets without the layer's prefix."""
+    for target, size in _norms(config).items():
+        source = f"{_name(target, config, format)}.weight"
+        yield TensorRule(source, f"{target}.scale", (size,), offset=_norm_offset(config, format))
+    if config.has_sinks:
+        yield TensorRule(_name("attention.sinks", config, format), "attention.sinks", (config.num_heads,))
+    maps = _attention_maps(config)
+    mixture = config.mixture
+    if mixture is None or layer < mixture.num_dense_layers:
+        maps |= _mlp_maps(config, "mlp", config.mlp_dim)
+    else:
+        router = (mixture.routing.num_experts, config.embed_dim)
+        maps["mlp.router"] = _Map(router, mixture.routing.has_bias)
+        yield from _expert_rules(config, mixture, format)
+    yield from _map_rules(config, maps, format)
+
+
+def _norms(config: ModelConfig) -> dict[str, int]:
+    """Return the width of each norm."""
+    norms = {}
+    if config.has_pre_norms:
+        norms |= {"attention_norm": config.embed_dim, "mlp_norm": config.embed_dim}
+    if config.has_post_norms:
+        norms |= {"attention_post_norm": config.embed_dim, "mlp_post_norm": config.embed_dim}
+    if config.has_qk_norm:
+        heads = (config.num_heads, config.num_kv_heads) if config.is_qk_norm_wide else (1, 1)
+        norms |= {f"attention.{x}_norm": n * config.head_dim for x, n in zip("qk", heads, strict=True)}
+    return norms
+
+
+class _Map(NamedTuple):
+    """A linear map, its weight `[out, in]`; `heads` counts those whose rows are rotated."""
+
+    shape: tuple[int, int]
+    has_bias: bool
     heads: int | None = None
 
 
-def _layer_parts(config: ModelConfig) -> list[_Part]:
-    def part(target: str, hf: str, gguf: str, shape: tuple[int, ...], **options) -> _Part:
-        return _Part(target, {"hf": hf, "gguf": gguf}, shape, **options)
-
-    embed, mlp, head = config.embed_dim, config.mlp_dim, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
-    qkv_bias, mlp_bias = {"has_bias": config.has_qkv_bias}, {"has_bias": config.has_mlp_bias}
-    parts = [
-        part("attention_norm", "input_layernorm", "attn_norm", (embed,)),
-        part(
-            "attention.q_proj", "self_attn.q_proj", "attn_q", (q, embed), heads=config.num_heads, **qkv_bias
-        ),
-        part(
-            "attention.k_proj",
-            "self_attn.k_proj",
-            "attn_k",
-            (kv, embed),
-            heads=config.num_kv_heads,
-            **qkv_bias,
-        ),
-        part("attention.v_proj", "self_attn.v_proj", "attn_v", (kv, embed), **qkv_bias),
-        part(
-            "attention.o_proj", "self_attn.o_proj", "attn_output", (embed, q), has_bias=config.has_output_bias
-        ),
-        part("mlp_norm", "post_attention_layernorm", "ffn_norm", (embed,)),
-        part("mlp.gate_proj", "mlp.gate_proj", "ffn_gate", (mlp, embed), **mlp_bias),
-        part("mlp.up_proj", "mlp.up_proj", "ffn_up", (mlp, embed), **mlp_bias),
-        part("mlp.down_proj", "mlp.down_proj", "ffn_down", (embed, mlp), **mlp_bias),
-    ]
-    if config.has_qk_norm:
-        parts.append(part("attention.q_norm", "self_attn.q_norm", "attn_q_norm", (head,)))
-        parts.append(part("attention.k_norm", "self_attn.k_norm", "attn_k_norm", (head,)))
-    return parts
+def _attention_maps(config: ModelConfig) -> dict[str, _Map]:
+    embed, bias = config.embed_dim, config.has_qkv_bias
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "attention.q_proj": _Map((q, embed), bias, config.num_heads),
+        "attention.k_proj": _Map((kv, embed), bias, config.num_kv_heads),
+        "attention.v_proj": _Map((kv, embed), bias),
+        "attention.o_proj": _Map((embed, q), config.has_output_bias),
+    }
 
 
-def _part_rules(
-    part: _Part, source: str, target: str, config: ModelConfig, format: Format
-) -> list[TensorRule]:
-    is_permuted = format == "gguf" and FAMILIES[config.family].is_gguf_permuted
-    heads = part.heads if is_permuted else None
-    parameter = "weight" if len(part.shape) == 2 else "scale"
-    rules = [TensorRule(f"{source}.weight", f"{target}.{parameter}", part.shape, heads)]
-    if part.has_bias:
-        rules.append(TensorRule(f"{source}.bias", f"{target}.bias", part.shape[:1], heads))
-    return rules
+def _mlp_maps(config: ModelConfig, target: str, mlp_dim: int) -> dict[str, _Map]:
+    embed, bias = config.embed_dim, config.has_mlp_bias
+    return {
+        f"{target}.gate_proj": _Map((mlp_dim, embed), bias),
+        f"{target}.up_proj": _Map((mlp_dim, embed), bias),
+        f"{target}.down_proj": _Map((embed, mlp_dim), bias),
+    }
+
+
+def _map_rules(config: ModelConfig, maps: dict[str, _Map], format: Format) -> Iterator[TensorRule]:
+    family = FAMILIES[config.family]
+    heads_count = format == "gguf" and family.is_gguf_permuted
+    fused = {"hf": family.hf_fused, "gguf": family.gguf_fused}[format]
+    places = {
+        target: place for name, targets in fused.items() for target, place in _places(name, targets, maps)
+    }
+    for target, (shape, has_bias, heads) in maps.items():
+        source, rows, num_rows = places.get(target, (_name(target, config, format), None, shape[0]))
+        part = None if rows is None else (0, *rows, 1)
+        heads = heads if heads_count else None
+        yield TensorRule(f"{source}.weight", f"{target}.weight", (num_rows, shape[1]), heads, part=part)
+        if has_bias:
+            yield TensorRule(f"{source}.bias", f"{target}.bias", (num_rows,), heads, part=part)
+
+
+def _places(
+    name: str, targets: tuple[str, ...], maps: dict[str, _Map]
+) -> Iterator[tuple[str, tuple[str, tuple[int, int], int]]]:
+    """Yield where in a fused tensor each map's rows are, and how many rows it has."""
+    ends = list(accumulate(maps[target].shape[0] for target in targets))
+    for target, start, end in zip(targets, [0, *ends], ends, strict=False):
+        yield target, (name, (start, end), ends[-1])
+
+
+def _expert_rules(config: ModelConfig, mixture: MixtureConfig, format: Format) -> Iterator[TensorRule]:
+    keys = FAMILIES[config.family].mixture
+    if format == "hf" and keys is not None and keys.are_interleaved:
+        yield from _interleaved_rules(config, mixture)
+        return
+    num_experts = mixture.routing.num_experts
+    for target, (shape, has_bias, _) in _mlp_maps(config, "mlp.experts", mixture.mlp_dim).items():
+        name = _name(target, config, format)
+        if format == "gguf":
+            stack = (num_experts, *shape)
+            yield TensorRule(f"{name}.weight", f"{target}.weight", stack, is_transposed=True)
+            if has_bias:
+                yield TensorRule(f"{name}.bias", f"{target}.bias", stack[:2])
+            continue
+        for expert in range(num_experts):
+            source = f"{name.format(expert=expert)}.weight"
+            index = ((expert, expert + 1), (0, shape[1]), (0, shape[0]))
+            yield TensorRule(source, f"{target}.weight", shape, index=index, is_transposed=True)
+
+
+def _interleaved_rules(config: ModelConfig, mixture: MixtureConfig) -> Iterator[TensorRule]:
+    """Yield the rules of gpt-oss: all experts' weights `[expert, in, out]`, gate and up column by column."""
+    num_experts, embed, mlp = mixture.routing.num_experts, config.embed_dim, mixture.mlp_dim
+    for first, target in enumerate(("mlp.experts.gate_proj", "mlp.experts.up_proj")):
+        for source, parameter, shape in (
+            ("mlp.experts.gate_up_proj", "weight", (num_experts, embed, 2 * mlp)),
+            ("mlp.experts.gate_up_proj_bias", "bias", (num_experts, 2 * mlp)),
+        ):
+            part = (len(shape) - 1, first, 2 * mlp, 2)
+            yield TensorRule(source, f"{target}.{parameter}", shape, part=part)
+    down = "mlp.experts.down_proj"
+    yield TensorRule(down, f"{down}.weight", (num_experts, mlp, embed))
+    yield TensorRule(f"{down}_bias", f"{down}.bias", (num_experts, embed))

@@ -78,6 +78,49 @@ def test_a_parameter_may_be_filled_by_several_tensors():
         np.testing.assert_array_equal(load_parameters(source, rules, {"qkv": target})["qkv"], whole)
 
 
+@pytest.mark.parametrize("spec", [(), ("data", "model"), (None, "model", "data")])
+def test_a_stack_is_filled_by_transposed_tensors_of_one_each(spec: tuple):
+    rules = [
+        TensorRule(f"file.{i}", "stack", (8, 4), index=((i, i + 1), (0, 4), (0, 8)), is_transposed=True)
+        for i in range(4)
+    ]
+    source = ArraySource({f"file.{i}": make_normal(8, 4, seed=i) for i in range(4)})
+    sharding = NamedSharding(make_mesh(4, 2), PartitionSpec(*spec))
+    target = jax.ShapeDtypeStruct((4, 4, 8), jnp.float32, sharding=sharding)
+    expected = np.stack([source.arrays[f"file.{i}"].T for i in range(4)])
+    np.testing.assert_array_equal(load_parameters(source, rules, {"stack": target})["stack"], expected)
+
+
+@pytest.mark.parametrize("spec", [(), ("data",), ("model", "data")])
+def test_a_tensor_may_fill_several_parameters_with_rows_or_every_second_column(spec: tuple):
+    rules = [
+        TensorRule("file.qk", "q", (12, 8), part=(0, 0, 8, 1)),
+        TensorRule("file.qk", "k", (12, 8), part=(0, 8, 12, 1)),
+        TensorRule("file.gu", "gate", (4, 16), part=(1, 0, 16, 2)),
+        TensorRule("file.gu", "up", (4, 16), part=(1, 1, 16, 2), offset=1.0),
+    ]
+    qk, gate_up = make_normal(12, 8), make_normal(4, 16, seed=1)
+    expected = {"q": qk[:8], "k": qk[8:], "gate": gate_up[:, ::2], "up": gate_up[:, 1::2] + 1}
+    sharding = NamedSharding(make_mesh(4, 2), PartitionSpec(*spec))
+    targets = {
+        name: jax.ShapeDtypeStruct(array.shape, jnp.float32, sharding=sharding)
+        for name, array in expected.items()
+    }
+    found = load_parameters(ArraySource({"file.qk": qk, "file.gu": gate_up}), rules, targets)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize(("end", "start"), [(4, 5), (5, 4)])
+def test_parts_that_leave_entries_out_or_take_them_twice_are_named(end: int, start: int):
+    rules = [
+        TensorRule("file.a", "a", (8, 4), part=(0, 0, end, 1)),
+        TensorRule("file.a", "b", (8, 4), part=(0, start, 8, 1)),
+    ]
+    with pytest.raises(ValueError, match=r"one rule, got several or none for \['file.a'\]"):
+        load_parameters(ArraySource({"file.a": make_normal(8, 4)}), rules, make_targets(rules))
+
+
 @pytest.mark.parametrize("head_dim", [4, 8, 16])
 @pytest.mark.parametrize("columns", [(), (8,)])
 @pytest.mark.parametrize("spec", [(), ("data",), (("data", "model"),)])
@@ -117,7 +160,7 @@ def test_a_parameter_without_a_tensor_and_a_tensor_without_one_are_named():
 
 
 def test_a_tensor_with_two_rules_is_named():
-    with pytest.raises(ValueError, match=r"one rule, got several for \['file.a'\]"):
+    with pytest.raises(ValueError, match=r"one rule, got several or none for \['file.a'\]"):
         load_parameters(make_source(), [A, A, B], make_targets([A, B]))
 
 
