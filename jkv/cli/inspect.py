@@ -96,12 +96,30 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "is_tied": config.is_tied,
         "has_qk_norm": config.has_qk_norm,
         "has_qkv_bias": config.has_qkv_bias,
+        **_switches(config),
     }
+
+
+def _switches(config: ModelConfig) -> dict[str, Any]:
+    """Return what only some families have."""
+    mixture = config.mixture
+    found = {
+        "window_rope": config.window_rope
+        and {"dim": config.window_rope.dim, "theta": config.window_rope.theta},
+        "attention_soft_cap": config.attention_soft_cap,
+        "logit_soft_cap": config.logit_soft_cap,
+        "has_sinks": config.has_sinks,
+        "experts": mixture and mixture.routing.num_experts,
+        "active_experts": mixture and mixture.routing.num_active,
+        "expert_dim": mixture and mixture.mlp_dim,
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:
     targets = parameter_targets(abstract_decoder(config)).values()
     count = sum(prod(target.shape) for target in targets)
+    groups = describe_groups(config, cache_spec(config, page_size=1), max_chunk=1)
     return {
         "parameters": count,
         "weight_bytes": {name: count * size for name, size in _WEIGHT_BYTES.items()},
@@ -109,8 +127,18 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
             codec: _cache_bytes(config, codec) for codec, form in CODECS.items() if form.scaling != "static"
         },
         # In float32 and without page rounding.
-        "cache_groups": describe_groups(config, cache_spec(config, page_size=1), max_chunk=1),
+        "cache_groups": groups,
+        "window_cache_share": _window_share(groups),
     }
+
+
+def _window_share(groups: list[dict[str, Any]]) -> float | None:
+    """Return the share of a full cache's bytes where layers with a window keep no more than that."""
+    layouts = [group["bytes_at_max_length"] for group in groups]
+    if not any("window" in layout for layout in layouts):
+        return None
+    kept = sum(layout.get("window", layout["dense"]) for layout in layouts)
+    return round(kept / sum(layout["dense"] for layout in layouts), 4)
 
 
 def _cache_bytes(config: ModelConfig, codec: str) -> int | None:

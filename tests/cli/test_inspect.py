@@ -23,6 +23,7 @@ def test_sizes_are_the_file_s(tiny):
                 "bytes_at_max_length": {"dense": 512 * 2 * 3 * 2 * 8 * 4},
             }
         ],
+        "window_cache_share": None,
     }
     assert shown["file"]["format"] == "hf"
     assert set(shown["file"]["tensor_types"]) == {"F32"}
@@ -35,6 +36,20 @@ def test_windows_are_shown(run_jkv, tiny):
     assert "windowed layers         3\n" in shown
     token = 2 * 3 * 2 * 8 * 4
     assert f"bytes_at_max_length dense {512 * token:,}, window {(16 + 1) * token:,}\n" in shown
+
+
+def test_gemma_3_keeps_a_fraction_of_a_full_cache(run_jkv, tiny):
+    # Of 7 layers one keeps 512 tokens, the others their window of 16 and the step's own.
+    share = (512 + 6 * 17) / (7 * 512)
+    shown = run_jkv("inspect", tiny.parent / "gemma3_local_global")
+    assert f"window cache share      {share:.4f}\n" in shown
+    assert "window rope             dim 16, theta 10000.0\n" in shown
+
+
+def test_experts_are_shown(run_jkv, tiny):
+    shown = run_jkv("inspect", tiny.parent / "mixtral_moe")
+    assert "experts                 4\n" in shown
+    assert "active experts          2\n" in shown
 
 
 def test_json_is_what_the_function_returns(run_json, tiny):
