@@ -34,6 +34,18 @@ SIZES = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 MODELS = {
     "qwen2": ("Qwen2", {}),
     "qwen3_moe": (
@@ -49,6 +61,24 @@ MODELS = {
     ),
     "olmo2": ("Olmo2", {}),
     "phi3": ("Phi3", {"sliding_window": 16}),
+    "deepseek_v2_grouped": (
+        "DeepseekV2",
+        MLA
+        | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+        | {"n_shared_experts": 2, "attention_bias": True},
+    ),
+    "deepseek_v3_yarn": (
+        "DeepseekV3",
+        MLA
+        | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+        | {"rope_parameters": YARN | {"rope_theta": 1000.0, "mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        MLA
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8}
+        | {"v_head_dim": 20, "rms_norm_eps": 1e-5},
+    ),
 }
 
 
@@ -64,6 +94,9 @@ def make_model(name: str) -> transformers.PreTrainedModel:
         torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim == 1 else 0.2)
         if "norm" in parameter_name and not name.startswith("gemma"):
             parameter.data += 1
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     return model.eval()
 
 

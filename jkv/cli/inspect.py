@@ -109,6 +109,7 @@ def _switches(config: ModelConfig) -> dict[str, Any]:
         "attention_soft_cap": config.attention_soft_cap,
         "logit_soft_cap": config.logit_soft_cap,
         "has_sinks": config.has_sinks,
+        "latent": config.latent and asdict(config.latent),
         "experts": mixture and mixture.routing.num_experts,
         "active_experts": mixture and mixture.routing.num_active,
         "expert_dim": mixture and mixture.mlp_dim,

@@ -21,11 +21,13 @@ class LatentSizes(Section):
         dim: entries of the latent that a token leaves in the cache (kv_lora_rank).
         rope_dim: entries of its rotated part, which all heads share.
         query_rank: entries that queries are compressed to; null projects them at once.
+        value_dim: entries of a head's value; null is as its key's.
     """
 
     dim: Count
     rope_dim: Count
     query_rank: Count | None = None
+    value_dim: Count | None = None
 
 
 @dataclass(frozen=True)

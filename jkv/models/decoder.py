@@ -16,6 +16,7 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.layers.attention import GQAttention, step_rotation
+from jkv.layers.latent import LatentAttention
 from jkv.layers.linear import Embedding, Linear, RMSNorm
 from jkv.layers.mlp import GatedMLP
 from jkv.layers.moe import MoE
@@ -71,7 +72,17 @@ def layer_rope(config: ModelConfig, window: int | None) -> RopeConfig:
     return config.window_rope if window is not None and config.window_rope is not None else config.rope
 
 
-def _attention(config: ModelConfig, window: int | None, **options: Any) -> GQAttention:
+def _attention(config: ModelConfig, window: int | None, **options: Any) -> GQAttention | LatentAttention:
+    if config.latent is not None:
+        return LatentAttention(
+            config.embed_dim,
+            config.num_heads,
+            config.latent,
+            rope=layer_rope(config, window),
+            window=window,
+            has_bias=config.has_qkv_bias,
+            **options,
+        )
     return GQAttention(
         config.embed_dim,
         config.num_heads,
@@ -204,7 +215,7 @@ def cache_spec(
     Args:
         config: the model's layers, heads and windows.
         page_size: tokens of a page.
-        codec: how keys are stored, and values unless they have a codec of their own.
+        codec: how keys are stored, and values unless they have a codec of their own; or latents.
         value_codec: how values are stored.
         window_codec: how layers with a window store keys and values; None is as the others.
         max_chunk: tokens of the longest step, for which layers with a window keep room beside their window;
@@ -214,6 +225,9 @@ def cache_spec(
     for window, num_layers in Counter(config.windows).items():
         codecs = (codec, value_codec) if window is None or window_codec is None else (window_codec, None)
         kept = None if max_chunk is None else window
-        groups.append(CacheGroup(num_layers, config.num_kv_heads, config.head_dim, *codecs, window=kept))
+        shape, kind = (config.num_kv_heads, config.head_dim), {}
+        if config.latent is not None:
+            shape, kind = (1, config.latent.latent), {"kind": "latent", "rope_dim": config.latent.rope}
+        groups.append(CacheGroup(num_layers, *shape, *codecs, window=kept, **kind))
     longest: dict[str, Any] = {} if max_chunk is None else {"max_chunk": max_chunk}
     return CacheSpec.create(groups, page_size=page_size, **longest)

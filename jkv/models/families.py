@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jkv.layers.latent import LatentDims
 from jkv.layers.mlp import SWIGLU, Gating
 from jkv.layers.moe import Routing, check_routing
 from jkv.layers.rope import RopeConfig
@@ -43,7 +44,7 @@ class ModelConfig:
         embed_dim: width of the residual stream.
         num_heads: query heads.
         num_kv_heads: key and value heads; divides `num_heads`.
-        head_dim: entries of one head.
+        head_dim: entries of one head; of latent attention's keys, without the rotated part.
         mlp_dim: width of the gated MLP.
         norm_eps: added to the mean square in every RMSNorm.
         rope: the rotary embedding.
@@ -64,6 +65,7 @@ class ModelConfig:
         embed_scale: multiplies token vectors where they enter the first layer.
         gating: of the MLP and the experts.
         mixture: None has an MLP in every layer.
+        latent: widths of latent attention; None is grouped-query attention.
         is_tied: the output head is the embedding.
         bos_token_id: token that starts a text, where the checkpoint names one; the tokenizer knows whether to
             add it.
@@ -97,6 +99,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     gating: Gating = SWIGLU
     mixture: MixtureConfig | None = None
+    latent: LatentDims | None = None
     is_tied: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -109,7 +112,7 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
             "the query heads must be a multiple of the KV heads, "
             f"got {config.num_heads} and {config.num_kv_heads}"
         )
-    if config.head_dim < 2 or config.head_dim % 2:
+    if config.latent is None and (config.head_dim < 2 or config.head_dim % 2):
         raise ValueError(
             f"a head must have an even number of entries, got {config.head_dim} "
             f"({config.embed_dim} over {config.num_heads} heads where no size is named)"
@@ -129,7 +132,9 @@ class MixtureKeys:
         mlp_dim: key of an expert's width.
         score: see `Routing`.
         is_normalized: see `Routing`; None: config.json's `norm_topk_prob` says.
+        group_score: see `Routing`; config.json's `n_group` and `topk_group` count the groups.
         has_bias: biases on the logits and in the experts.
+        has_correction: see `Routing`.
         are_interleaved: a Hugging Face file has one tensor for all experts' gate and up projections, inputs
             first, a gate's column before its up's; else two for each expert.
     """
@@ -137,7 +142,9 @@ class MixtureKeys:
     mlp_dim: str
     score: Literal["softmax", "sigmoid"] = "softmax"
     is_normalized: bool | None = True
+    group_score: Literal["max", "top2"] = "max"
     has_bias: bool = False
+    has_correction: bool = False
     are_interleaved: bool = False
 
 
@@ -148,7 +155,7 @@ class Family:
     Attributes:
         architecture: the class name in a Hugging Face config.json.
         model_type: its `model_type`.
-        gguf_name: `general.architecture` of a GGUF file.
+        gguf_name: `general.architecture` of a GGUF file; None: jkv reads none of its GGUF files.
         is_gguf_permuted: GGUF stores q and k rows in the interleaved rotary order.
         has_qk_norm: see `ModelConfig`.
         is_qk_norm_wide: see `ModelConfig`.
@@ -162,6 +169,7 @@ class Family:
         has_scaled_embedding: token vectors are multiplied by the root of their width.
         gating: see `ModelConfig`.
         mixture: None has an MLP in every layer.
+        has_latent: its attention is latent, of the widths that config.json names.
         keys: config.json keys of this family beyond those that all share.
         defaults: what transformers takes where config.json leaves a key out.
         fixed: keys that would change the maths, and the one value with which they do not.
@@ -178,7 +186,7 @@ class Family:
 
     architecture: str
     model_type: str
-    gguf_name: str
+    gguf_name: str | None
     is_gguf_permuted: bool = False
     has_qk_norm: bool = False
     is_qk_norm_wide: bool = False
@@ -192,6 +200,7 @@ class Family:
     has_scaled_embedding: bool = False
     gating: Gating = SWIGLU
     mixture: MixtureKeys | None = None
+    has_latent: bool = False
     keys: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -243,6 +252,40 @@ _GEMMA_FIXED = {
     "hidden_activation": "gelu_pytorch_tanh",
     "use_bidirectional_attention": False,
 }
+_DEEPSEEK_KEYS = frozenset(
+    {
+        "attention_bias",
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "moe_intermediate_size",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "routed_scaling_factor",
+        "topk_group",
+        "v_head_dim",
+    }
+)
+# Transformers rotates neighbouring entries, and routes by these alone.
+_DEEPSEEK_V3_FIXED = {
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+_DEEPSEEK_V3_MIXTURE = MixtureKeys(
+    "moe_intermediate_size",
+    "sigmoid",
+    is_normalized=None,
+    group_score="top2",
+    has_correction=True,
+)
 _QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -388,5 +431,49 @@ FAMILIES: dict[str, Family] = {
         fixed={"attention_bias": False},
         hf_fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP},
         gguf_fused={"attn_qkv": _QKV, "ffn_up": _GATE_UP},
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        None,
+        has_latent=True,
+        mixture=MixtureKeys("moe_intermediate_size", is_normalized=False),
+        keys=_DEEPSEEK_KEYS | {"topk_method"},
+        defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
+        fixed={"mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"},
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        None,
+        has_latent=True,
+        mixture=_DEEPSEEK_V3_MIXTURE,
+        keys=_DEEPSEEK_KEYS,
+        defaults={
+            "q_lora_rank": 1536,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        },
+        fixed=_DEEPSEEK_V3_FIXED,
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        None,
+        has_latent=True,
+        mixture=_DEEPSEEK_V3_MIXTURE,
+        keys=_DEEPSEEK_KEYS | {"mlp_layer_types"},
+        defaults={
+            "q_lora_rank": 768,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+        },
+        fixed=_DEEPSEEK_V3_FIXED,
     ),
 }

@@ -162,7 +162,7 @@ def _family(architecture: str, *, has_experts: bool) -> tuple[str, Family]:
     for name, family in FAMILIES.items():
         if family.gguf_name == architecture and (family.mixture is not None) == has_experts:
             return name, family
-    known = sorted({family.gguf_name for family in FAMILIES.values()})
+    known = sorted({family.gguf_name for family in FAMILIES.values() if family.gguf_name})
     experts = "with" if has_experts else "without"
     raise ValueError(
         f"general.architecture must be one of {known}, each with or without experts as its family is, "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jkv.layers.latent import LatentDims
 from jkv.layers.mlp import Gating
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
@@ -57,6 +58,8 @@ _OPTIONAL = frozenset(
         "bos_token_id",
         "eos_token_id",
         "quantization_config",
+        # Layers past the decoder's: `jkv.models.weights.leading` leaves them out.
+        "num_nextn_predict_layers",
     }
 )
 # Keys that would change the maths, and the one value with which they do not. Null is as good as absent.
@@ -75,10 +78,12 @@ _HARMLESS = frozenset(
         "_name_or_path",
         "architectures",
         "attention_dropout",
+        "aux_loss_alpha",
         "auto_map",
         "cache_implementation",
         "dtype",
         "embd_pdrop",
+        "ep_size",
         "experts_per_token",
         "id2label",
         "initial_context_length",
@@ -95,6 +100,7 @@ _HARMLESS = frozenset(
         "return_dict",
         "router_aux_loss_coef",
         "router_jitter_noise",
+        "seq_aux",
         "torch_dtype",
         "transformers.js_config",
         "transformers_version",
@@ -120,6 +126,7 @@ _KINDS = {
     "bos_token_id": INDEX,
     "eos_token_id": either(INDEX, many(INDEX)),
     "quantization_config": MAPPING,
+    "num_nextn_predict_layers": INDEX,
     "attention_bias": SWITCH,
     "mlp_bias": SWITCH,
     "sliding_window": COUNT,
@@ -137,10 +144,25 @@ _KINDS = {
     "num_experts_per_tok": COUNT,
     "moe_intermediate_size": COUNT,
     "norm_topk_prob": SWITCH,
+    "kv_lora_rank": COUNT,
+    "q_lora_rank": COUNT,
+    "qk_head_dim": COUNT,
+    "qk_nope_head_dim": COUNT,
+    "qk_rope_head_dim": COUNT,
+    "v_head_dim": COUNT,
+    "first_k_dense_replace": INDEX,
+    "mlp_layer_types": many(TEXT),
+    "n_group": COUNT,
+    "n_routed_experts": COUNT,
+    "n_shared_experts": INDEX,
+    "routed_scaling_factor": POSITIVE,
+    "topk_group": COUNT,
+    "topk_method": TEXT,
     "swiglu_alpha": POSITIVE,
     "swiglu_limit": POSITIVE,
 }
-_NUM_EXPERTS = ("num_local_experts", "num_experts")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_LATENT_KEYS = frozenset({"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _ROPE_KINDS = {
     "rope_type": TEXT,
@@ -177,8 +199,9 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     _check_keys(given, family)
     num_heads = given["num_attention_heads"]
     head_dim = given.get("head_dim") or given["hidden_size"] // num_heads
+    latent = _latent(given) if family.has_latent else None
     has_bias = bool(given.get("attention_bias", False))
-    rope, window_rope = _ropes(given, head_dim)
+    rope, window_rope = _ropes(given, latent.rope if latent else head_dim)
     return check_sizes(
         ModelConfig(
             family=name,
@@ -186,8 +209,8 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             num_layers=given["num_hidden_layers"],
             embed_dim=given["hidden_size"],
             num_heads=num_heads,
-            num_kv_heads=given.get("num_key_value_heads", num_heads),
-            head_dim=head_dim,
+            num_kv_heads=num_heads if latent else given.get("num_key_value_heads", num_heads),
+            head_dim=latent.key if latent else head_dim,
             mlp_dim=given["intermediate_size"],
             norm_eps=float(given["rms_norm_eps"]),
             rope=rope,
@@ -202,6 +225,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             logit_soft_cap=given.get("final_logit_softcapping"),
             gating=_gating(given, family),
             mixture=_mixture(given, family),
+            latent=latent,
             is_tied=bool(given.get("tie_word_embeddings", False)),
             bos_token_id=given.get("bos_token_id"),
             eos_token_ids=_token_ids(given.get("eos_token_id")),
@@ -273,14 +297,54 @@ def _mixture(given: Mapping[str, Any], family: Family) -> MixtureConfig | None:
             f"num_experts_per_tok and {keys.mlp_dim}, got {sorted(counts)}, without {missing}"
         )
     is_normalized = given.get("norm_topk_prob", False) if keys.is_normalized is None else keys.is_normalized
+    has_groups = given.get("topk_method") != "greedy"
     routing = Routing(
         num_experts=counts.pop(),
         num_active=given["num_experts_per_tok"],
         score=keys.score,
+        num_groups=given.get("n_group", 1) if has_groups else 1,
+        num_active_groups=given.get("topk_group", 1) if has_groups else 1,
+        group_score=keys.group_score,
         is_normalized=is_normalized,
+        scale=float(given.get("routed_scaling_factor", 1.0)),
         has_bias=keys.has_bias,
+        has_correction=keys.has_correction,
     )
-    return MixtureConfig(routing, given[keys.mlp_dim])
+    mlp_dim = given[keys.mlp_dim]
+    shared_dim = given.get("n_shared_experts", 0) * mlp_dim or None
+    return MixtureConfig(routing, mlp_dim, shared_dim, _num_dense_layers(given))
+
+
+def _num_dense_layers(given: Mapping[str, Any]) -> int:
+    kinds, num_layers = given.get("mlp_layer_types"), given["num_hidden_layers"]
+    if kinds is None:
+        return given.get("first_k_dense_replace", 0)
+    count = kinds.count("dense")
+    if kinds != ["dense"] * count + ["sparse"] * (num_layers - count):
+        raise ValueError(
+            f"config.json's mlp_layer_types must be {num_layers}, first 'dense' ones, then 'sparse' ones, "
+            f"got {kinds}"
+        )
+    return count
+
+
+def _latent(given: Mapping[str, Any]) -> LatentDims:
+    missing = sorted(_LATENT_KEYS - set(given))
+    if missing:
+        raise ValueError(f"config.json of a model with latent attention lacks {missing}")
+    dims = LatentDims(
+        latent=given["kv_lora_rank"],
+        rope=given["qk_rope_head_dim"],
+        key=given["qk_nope_head_dim"],
+        value=given["v_head_dim"],
+        query=given.get("q_lora_rank"),
+    )
+    whole = dims.key + dims.rope
+    if given.get("qk_head_dim", whole) != whole:
+        raise ValueError(
+            f"config.json's qk_head_dim must be {whole}, of its parts, got {given['qk_head_dim']}"
+        )
+    return dims
 
 
 def _ropes(given: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:

@@ -92,18 +92,19 @@ def _grouped(sizes: SizesSection) -> Iterator[Parameters]:
 
 def _latent(sizes: SizesSection, latent: LatentSizes) -> Iterator[Parameters]:
     layers, embed, heads = sizes.num_layers, ("embed", sizes.embed_dim), sizes.num_heads
+    value_dim, has_bias = latent.value_dim or sizes.head_dim, sizes.has_qkv_bias
     queries = ("q_head", heads * (sizes.head_dim + latent.rope_dim))
-    if latent.query_rank is None:
-        yield from _matrix(layers, embed, queries, has_bias=False)
-    else:
+    rank = embed
+    if latent.query_rank is not None:
         rank = ("", latent.query_rank)
-        yield from _matrix(layers, embed, rank, has_bias=False)
+        yield from _matrix(layers, embed, rank, has_bias)
         yield Parameters(layers, (rank,))
-        yield from _matrix(layers, rank, queries, has_bias=False)
-    yield from _matrix(layers, embed, ("", latent.dim + latent.rope_dim), has_bias=False)
+    yield from _matrix(layers, rank, queries, has_bias=False)
+    yield from _matrix(layers, embed, ("", latent.dim + latent.rope_dim), has_bias)
     yield Parameters(layers, (("", latent.dim),))
-    yield from _matrix(layers, ("", latent.dim), ("q_head", heads * 2 * sizes.head_dim), has_bias=False)
-    yield from _matrix(layers, ("q_head", heads * sizes.head_dim), embed, has_bias=False)
+    # Never packed: the absorbed form multiplies by the transposes.
+    yield Parameters(layers, (("", latent.dim), ("q_head", heads * (sizes.head_dim + value_dim))))
+    yield from _matrix(layers, ("q_head", heads * value_dim), embed, sizes.has_output_bias)
 
 
 def _mlp(count: int, embed_dim: int, mlp_dim: int, has_bias: bool) -> Iterator[Parameters]:

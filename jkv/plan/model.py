@@ -1,6 +1,7 @@
 """A model's configuration as sizes. Knows both forms; reads no file."""
 
-from jkv.config import ExpertSizes, SizesSection
+from jkv.config import ExpertSizes, LatentSizes, SizesSection
+from jkv.layers.latent import LatentDims
 from jkv.models.families import MixtureConfig, ModelConfig
 
 # Fields that both forms have.
@@ -37,8 +38,13 @@ def sizes_of(config: ModelConfig) -> SizesSection:
         num_norms=4 if config.has_pre_norms and config.has_post_norms else 2,
         window=min(windows, default=None),
         num_global_layers=config.windows.count(None) if windows else 0,
+        latent=None if config.latent is None else _latent_of(config.latent),
         experts=None if config.mixture is None else _experts_of(config.mixture),
     )
+
+
+def _latent_of(dims: LatentDims) -> LatentSizes:
+    return LatentSizes(dims.latent, dims.rope, query_rank=dims.query, value_dim=dims.value)
 
 
 def _experts_of(mixture: MixtureConfig) -> ExpertSizes:

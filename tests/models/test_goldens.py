@@ -33,6 +33,11 @@ NAMES = (
     "gpt_oss",
     "olmo2",
     "phi3",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "deepseek_v2_grouped",
+    "deepseek_v3_yarn",
+    "glm4_moe_lite",
 )
 NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 40, 16
 # The references' own bound: float32 of another implementation.
@@ -53,6 +58,11 @@ SHORT = {
     ("gpt_oss", 7),
     ("olmo2", 16),
     ("phi3", 16),
+    ("deepseek_v2_lite", 7),
+    ("deepseek_v3", 16),
+    ("deepseek_v2_grouped", 16),
+    ("deepseek_v3_yarn", 7),
+    ("glm4_moe_lite", 7),
 }
 PAIRS = [
     pytest.param(name, width, marks=() if (name, width) in SHORT else pytest.mark.gate)
@@ -123,7 +133,7 @@ def test_logits_without_a_cache_equal_the_reference(golden: Golden):
     assert_close(logits, golden.logits, TOLERANCE)
 
 
-@models(NAMES, (*LLAMAS, "mixtral_moe"))
+@models(NAMES, (*LLAMAS, "mixtral_moe", "deepseek_v3"))
 def test_greedy_tokens_equal_the_reference(golden: Golden):
     generations = generate(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
     assert [list(row.tokens) for row in generations] == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()

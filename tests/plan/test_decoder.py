@@ -9,8 +9,10 @@ from flax import nnx
 
 from jkv.config import MeshSection, SizesSection, load_config
 from jkv.config.compose import bundled_configs
+from jkv.layers.latent import LatentDims
 from jkv.layers.moe import Routing
 from jkv.layers.quantized import quantize
+from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import Decoder
 from jkv.models.families import MixtureConfig
 from jkv.models.load import abstract_decoder, parameter_targets
@@ -80,6 +82,14 @@ def test_the_bundled_model_s_preset_is_its_file_s():
             "has_sinks": True,
             "has_mlp_bias": True,
             "mixture": MixtureConfig(Routing(4, 2, has_bias=True), 8, shared_dim=16, num_dense_layers=1),
+        },
+        {"latent": LatentDims(8, 4, 6, 10), "head_dim": 6, "rope": RopeConfig(4)},
+        {
+            "latent": LatentDims(8, 4, 6, 10, query=12),
+            "head_dim": 6,
+            "rope": RopeConfig(4),
+            "has_qkv_bias": True,
+            "has_output_bias": True,
         },
     ],
 )

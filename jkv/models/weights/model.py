@@ -22,6 +22,7 @@ from jkv.models.weights.checkpoint import (
 )
 from jkv.models.weights.fp8 import Fp8Source
 from jkv.models.weights.gguf import GgufSource
+from jkv.models.weights.leading import LeadingLayers
 from jkv.models.weights.load import check_finite, load_parameters
 from jkv.models.weights.locate import ModelLocation, resolve_model
 from jkv.models.weights.mxfp4 import Mxfp4Source
@@ -81,7 +82,11 @@ def open_model(name_or_path: str | Path) -> StoredModel:
     description = read_json_object(location.path / "config.json")
     with _naming(location.path):
         config = config_from_hf(description)
-    return StoredModel(location, config, _open_folder(location.path, description))
+    source = _open_folder(location.path, description)
+    num_past = description.get("num_nextn_predict_layers")
+    if num_past:
+        source = LeadingLayers(source, config.num_layers, num_past)
+    return StoredModel(location, config, source)
 
 
 @contextlib.contextmanager

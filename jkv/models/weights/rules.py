@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+from jkv.layers.latent import LatentDims
 from jkv.models.families import FAMILIES, MixtureConfig, ModelConfig
 
 Format = Literal["hf", "gguf"]
@@ -103,6 +104,9 @@ _NAMES = {
     "mlp.up_proj": ("mlp.up_proj", "ffn_up"),
     "mlp.down_proj": ("mlp.down_proj", "ffn_down"),
     "mlp.router": ("mlp.gate", "ffn_gate_inp"),
+    "mlp.shared.gate_proj": ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+    "mlp.shared.up_proj": ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    "mlp.shared.down_proj": ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
     "mlp.experts.gate_proj": ("mlp.experts.{expert}.gate_proj", "ffn_gate_exps"),
     "mlp.experts.up_proj": ("mlp.experts.{expert}.up_proj", "ffn_up_exps"),
     "mlp.experts.down_proj": ("mlp.experts.{expert}.down_proj", "ffn_down_exps"),
@@ -127,13 +131,19 @@ def _layer_rules(config: ModelConfig, layer: int, format: Format) -> Iterator[Te
         yield TensorRule(source, f"{target}.scale", (size,), offset=_norm_offset(config, format))
     if config.has_sinks:
         yield TensorRule(_name("attention.sinks", config, format), "attention.sinks", (config.num_heads,))
-    maps = _attention_maps(config)
+    if config.latent is not None:
+        yield from _latent_rules(config, config.latent)
+    maps = {} if config.latent else _attention_maps(config)
     mixture = config.mixture
     if mixture is None or layer < mixture.num_dense_layers:
         maps |= _mlp_maps(config, "mlp", config.mlp_dim)
     else:
         router = (mixture.routing.num_experts, config.embed_dim)
         maps["mlp.router"] = _Map(router, mixture.routing.has_bias)
+        if mixture.routing.has_correction:
+            yield TensorRule("mlp.gate.e_score_correction_bias", "mlp.router.correction", router[:1])
+        if mixture.shared_dim is not None:
+            maps |= _mlp_maps(config, "mlp.shared", mixture.shared_dim)
         yield from _expert_rules(config, mixture, format)
     yield from _map_rules(config, maps, format)
 
@@ -168,6 +178,56 @@ def _attention_maps(config: ModelConfig) -> dict[str, _Map]:
         "attention.v_proj": _Map((kv, embed), bias),
         "attention.o_proj": _Map((embed, q), config.has_output_bias),
     }
+
+
+def _latent_rules(config: ModelConfig, dims: LatentDims) -> Iterator[TensorRule]:
+    """Yield the rules of latent attention, which Hugging Face files alone have."""
+    embed, heads = config.embed_dim, config.num_heads
+
+    def parts(source: str, target: str, width: int) -> Iterator[TensorRule]:
+        yield TensorRule(f"{source}.weight", f"{target}.weight", (width, embed))
+        if config.has_qkv_bias:
+            yield TensorRule(f"{source}.bias", f"{target}.bias", (width,))
+
+    queries, width = "self_attn.q_proj", embed
+    if dims.query is not None:
+        queries, width = "self_attn.q_b_proj", dims.query
+        yield from parts("self_attn.q_a_proj", "attention.q_down", dims.query)
+        yield TensorRule("self_attn.q_a_layernorm.weight", "attention.q_norm.scale", (dims.query,))
+    whole = TensorRule(
+        f"{queries}.weight", "attention.q_proj.weight", (heads * (dims.key + dims.rope), width)
+    )
+    yield from _in_halves(whole, heads, dims.rope)
+    for rule in parts("self_attn.kv_a_proj_with_mqa", "attention.kv_down", dims.latent + dims.rope):
+        yield from _in_halves(rule, 1, dims.rope)
+    yield TensorRule("self_attn.kv_a_layernorm.weight", "attention.kv_norm.scale", (dims.latent,))
+    shape = (heads * (dims.key + dims.value), dims.latent)
+    for head in range(heads):
+        start = head * (dims.key + dims.value)
+        for target, size in (("key_up", dims.key), ("value_up", dims.value)):
+            index = ((head, head + 1), (0, size), (0, dims.latent))
+            part = (0, start, start + size, 1)
+            yield TensorRule(
+                "self_attn.kv_b_proj.weight", f"attention.{target}", shape, index=index, part=part
+            )
+            start += size
+    yield TensorRule("self_attn.o_proj.weight", "attention.o_proj.weight", (embed, heads * dims.value))
+    if config.has_output_bias:
+        yield TensorRule("self_attn.o_proj.bias", "attention.o_proj.bias", (embed,))
+
+
+def _in_halves(rule: TensorRule, num_heads: int, rope_dim: int) -> Iterator[TensorRule]:
+    """Yield the rule in parts: the last entries of each head are pairs of neighbours, ours are in halves."""
+    size = rule.shape[0] // num_heads
+    half, columns = rope_dim // 2, tuple((0, column) for column in rule.shape[1:])
+    for start in range(0, rule.shape[0], size):
+        rope, end = start + size - rope_dim, start + size
+        for place, part in (
+            ((start, rope), (start, rope, 1)),
+            ((rope, rope + half), (rope, end, 2)),
+            ((rope + half, end), (rope + 1, end, 2)),
+        ):
+            yield replace(rule, index=(place, *columns), part=(0, *part))
 
 
 def _mlp_maps(config: ModelConfig, target: str, mlp_dim: int) -> dict[str, _Map]:
