@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jkv.cache.cache import Cache
 from jkv.config import load_config
@@ -86,6 +86,20 @@ def test_greedy_tokens_equal_the_reference(sharded: Sharded):
     generations = generate(make_decoding(sharded), prompts, max_new_tokens=NUM_NEW_TOKENS)
     expected = reference("greedy")[:, NUM_PROMPT_TOKENS:]
     assert [list(row.tokens) for row in generations] == expected.tolist()
+
+
+@pytest.mark.gate
+def test_a_mixture_of_experts_decodes_over_a_mesh():
+    folder = LLAMA.parent / "mixtral_moe"
+    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "expert"), axis_types=(AxisType.Auto,) * 3)
+    heads = dict.fromkeys(("q_head", "kv_head", "mlp", "vocab"), "model")
+    sharding = Sharding.create(mesh, {"seq": "data", "page": "data", "expert": "expert", **heads})
+    model = load_model(folder, sharding=sharding)
+    with np.load(folder / "reference.npz") as arrays:
+        tokens, greedy = arrays["tokens"], arrays["greedy"]
+    decoding = make_decoding(Sharded(model, sharding))
+    generations = generate(decoding, tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    assert [list(row.tokens) for row in generations] == greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
 def test_sequences_take_pages_from_the_pool_of_their_device(sharded: Sharded):
