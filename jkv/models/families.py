@@ -172,6 +172,7 @@ class Family:
         has_latent: its attention is latent, of the widths that config.json names.
         keys: config.json keys of this family beyond those that all share.
         defaults: what transformers takes where config.json leaves a key out.
+        rope: the rotary embedding's entry where config.json has none.
         fixed: keys that would change the maths, and the one value with which they do not.
         gguf_required: GGUF keys of this family beyond those that all share.
         has_truncated_yarn: a yarn of GGUF has its ramp end at whole dimensions; the file does not say.
@@ -203,6 +204,7 @@ class Family:
     has_latent: bool = False
     keys: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     gguf_required: frozenset[str] = frozenset()
     has_truncated_yarn: bool = True
@@ -354,7 +356,8 @@ FAMILIES: dict[str, Family] = {
         window_period=2,
         has_scaled_embedding=True,
         gating=_GELU,
-        keys=_GEMMA_KEYS,
+        # Published files repeat the window in a key that nothing reads.
+        keys=_GEMMA_KEYS | {"sliding_window_size"},
         defaults={
             "head_dim": 256,
             "query_pre_attn_scalar": 256,
@@ -405,6 +408,12 @@ FAMILIES: dict[str, Family] = {
         keys=_EXPERT_KEYS
         | {"attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit"},
         defaults={"attention_bias": True, "head_dim": 64, "rope_theta": 150_000.0, "sliding_window": 128},
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
         gguf_required=frozenset({"attention.sliding_window"}),
         has_truncated_yarn=False,
         hf_names={"mlp.router": "mlp.router"},

@@ -201,7 +201,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     head_dim = given.get("head_dim") or given["hidden_size"] // num_heads
     latent = _latent(given) if family.has_latent else None
     has_bias = bool(given.get("attention_bias", False))
-    rope, window_rope = _ropes(given, latent.rope if latent else head_dim)
+    rope, window_rope = _ropes(given, family, latent.rope if latent else head_dim)
     return check_sizes(
         ModelConfig(
             family=name,
@@ -347,7 +347,7 @@ def _latent(given: Mapping[str, Any]) -> LatentDims:
     return dims
 
 
-def _ropes(given: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(given: Mapping[str, Any], family: Family, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the rotary embedding and that of layers with a window, where it is another one.
 
     Its entries stand side by side, or each under the kind of its layers.
@@ -356,7 +356,7 @@ def _ropes(given: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeCon
     if scaling and parameters and scaling != parameters:
         raise ValueError(f"config.json's rope_scaling and rope_parameters differ: {scaling} and {parameters}")
     name = "rope_scaling" if scaling else "rope_parameters"
-    entry = _without_nulls(given.get(name, {}))
+    entry = _without_nulls(given.get(name, family.rope))
     local = {"rope_theta": given["rope_local_base_freq"]} if "rope_local_base_freq" in given else None
     if not _LAYER_TYPES.isdisjoint(entry):
         check_fields(entry, dict.fromkeys(_LAYER_TYPES, MAPPING), f"config.json's {name}.")

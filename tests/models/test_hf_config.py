@@ -147,6 +147,7 @@ def test_a_gpt_oss_of_transformers_4_has_yarn_and_every_second_layer_a_window():
     assert (config.rope.scaling, config.rope.theta, config.rope.truncate) == ("yarn", 150_000.0, False)
     assert (config.has_qkv_bias, config.has_output_bias, config.has_mlp_bias) == (True, True, True)
     assert config.mixture == MixtureConfig(Routing(8, 2, is_normalized=True, has_bias=True), 96)
+    assert config_from_hf(make_hf("GptOss", **keys)).rope == config.rope
 
 
 @pytest.mark.parametrize(
