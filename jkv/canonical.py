@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv import ops
 from jkv.cache.cache import Cache
-from jkv.cache.encoding import Stored, decode
+from jkv.cache.encoding import decode
 from jkv.pytree import State, pytree
 
 
@@ -65,21 +65,18 @@ def _group(cache: Cache, index: int, num_tokens: int) -> tuple[tuple[jax.Array, 
     pool, group, page_size = cache.pools[index], cache.spec.groups[index], cache.spec.page_size
     width = pool.page_table.shape[1]
     positions = jnp.arange(num_tokens, dtype=jnp.int32)
-    column = jax.lax.rem(jax.lax.div(positions, jnp.int32(page_size)), jnp.int32(width))
-    slot = jax.lax.rem(positions, jnp.int32(page_size))
-    pages = pool.page_table[:, column]
-    is_held = (positions[None] < cache.lengths[:, None]) & (pages >= 0) & (pages < pool.num_pages)
+    slots = jax.lax.rem(positions, jnp.int32(width * page_size))
+    is_page = (pool.page_table >= 0) & (pool.page_table < pool.num_pages)
+    table = jnp.where(is_page, pool.page_table, 0)
+    is_held = (positions[None] < cache.lengths[:, None]) & jnp.repeat(is_page, page_size, axis=1)[:, slots]
     if cache.is_ring(index):
         is_held &= positions[None] >= (cache.peaks - width * page_size)[:, None]
-    pages = jnp.where(is_held, pages, 0)
 
-    def layer_heads(stored: Stored, scales: jax.Array | None, which: int, layer: int) -> jax.Array:
-        def take(array: jax.Array) -> jax.Array:
-            # Of an array with one entry for a run of slots, the run's.
-            span = page_size // array.shape[2]
-            return array[pages + layer * pool.num_pages, :, slot[None] // span]
-
-        taken = jax.tree.map(take, stored)
+    def layer_heads(scales: jax.Array | None, which: int, layer: int) -> jax.Array:
+        taken = ops.read_pages(cache, index, which, table + layer * pool.num_pages)
+        taken = jax.tree.map(
+            lambda array: array.reshape(table.shape[0], -1, *array.shape[3:])[:, slots], taken
+        )
         heads = decode(group.codecs[which], taken, None if scales is None else scales[layer])
         if which == 0 and pool.recent is not None:
             heads = _with_recent(pool.recent, heads, cache.lengths, positions, layer)
@@ -87,8 +84,8 @@ def _group(cache: Cache, index: int, num_tokens: int) -> tuple[tuple[jax.Array, 
 
     layers = range(group.num_layers)
     return (
-        tuple(layer_heads(pool.keys, pool.key_scale, 0, layer) for layer in layers),
-        tuple(layer_heads(pool.values, pool.value_scale, 1, layer) for layer in layers),
+        tuple(layer_heads(pool.key_scale, 0, layer) for layer in layers),
+        tuple(layer_heads(pool.value_scale, 1, layer) for layer in layers),
     )
 
 

@@ -17,11 +17,12 @@ from jkv.cache.cache import Cache, Pool, pool_axes
 from jkv.cache.codec import Codec
 from jkv.cache.encoding import Stored, encode, rotate
 from jkv.cache.runs import keys_as_given, recent_slots, rounded, whole_runs
-from jkv.cache.spec import CacheGroup
+from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.sharding import Sharding
 from kernels_pallas import latent_attention, page_write, paged_attention
 from kernels_pallas.latent_attention import LatentArguments, UpProjections
-from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
+from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling
+from kernels_pallas.slots import as_matrices, padded, slots_of
 
 Chosen = Literal["reference", "xla", "pallas_gpu"]
 Implementation = Literal["auto", Chosen]
@@ -158,11 +159,11 @@ def attend(
         pieces = batch.pieces(tiling.query_tokens)
         recent = _keys_as_given(pool, key, batch, pieces, layer)
         if key is not None:
-            pool = _write(pool, spec.codecs, key, value, batch, group, layer)
-            pool = _write_runs(pool, key, recent, batch, pieces, layer)
+            pool = _write(cache.spec, pool, key, value, batch, group, layer)
+            pool = _write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
         arguments = PagedArguments(
             pieces.cut(_turned(spec.codecs[0], query)),
-            *_stored_pages(spec, pool, layer),
+            *_stored_pages(cache.spec, pool, group, layer),
             pieces.of_sequences(pool.page_table),
             pieces.starts,
             pieces.lens,
@@ -243,12 +244,12 @@ def attend_latent(
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
         query, rope_query, latent, rope, up = heads
         pieces = batch.pieces(tiling.query_tokens)
-        pool = _write(pool, spec.codecs, latent[:, :, None], rope[:, :, None], batch, group, layer)
+        pool = _write(cache.spec, pool, latent[:, :, None], rope[:, :, None], batch, group, layer)
         turned = functools.partial(_turned, spec.codecs[0])
         arguments = LatentArguments(
             pieces.cut(query if up else turned(query)),
             pieces.cut(_turned(spec.codecs[1], rope_query)),
-            *_stored_pages(spec, pool, layer),
+            *_stored_pages(cache.spec, pool, group, layer),
             pieces.of_sequences(pool.page_table),
             pieces.starts,
             pieces.lens,
@@ -288,8 +289,30 @@ def append(
     pool, layer = cache.pools[group], jnp.asarray(layer, jnp.int32)
     pieces = batch.pieces(Tiling().query_tokens)
     recent = _keys_as_given(pool, key, batch, pieces, layer)
-    pool = _write(pool, spec.codecs, key, value, batch, group, layer)
-    return _with_pool(cache, group, _write_runs(pool, key, recent, batch, pieces, layer))
+    pool = _write(cache.spec, pool, key, value, batch, group, layer)
+    pool = _write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
+    return _with_pool(cache, group, pool)
+
+
+def read_pages(cache: Cache, group: int, which: int, pages: Int[Array, "seq page"]) -> Stored:
+    """Return pages as they are stored, `[seq, page, slot, kv_head, ...]`, a run's scales for each slot.
+
+    Args:
+        cache: read only.
+        group: of the cache.
+        which: 0 is keys, 1 values.
+        pages: of the group's pool, all layers in one.
+    """
+    spec, pool = cache.spec.groups[group], cache.pools[group]
+    page_size = cache.spec.page_size
+    shapes = spec.codecs[which].page_shapes(page_size=page_size, head_dim=spec.dims[which])
+
+    def read(array: Array, shape: tuple[int, ...]) -> Array:
+        slots = slots_of(as_matrices(array)[pages], shape)
+        return jnp.repeat(jnp.moveaxis(slots, 3, 2), page_size // shape[0], axis=2)
+
+    stored = (pool.keys, pool.values)[which]
+    return Stored(**{name: read(getattr(stored, name), array.shape) for name, array in shapes.items()})
 
 
 def _with_pool(cache: Cache, group: int, pool: Pool) -> Cache:
@@ -297,16 +320,17 @@ def _with_pool(cache: Cache, group: int, pool: Pool) -> Cache:
 
 
 def _write(
-    pool: Pool, codecs: tuple[Codec, Codec], key: Any, value: Any, batch: TokenBatch, group: int, layer: Any
+    spec: CacheSpec, pool: Pool, key: Any, value: Any, batch: TokenBatch, group: int, layer: Any
 ) -> Pool:
     """Encode a step's heads, but keys that are encoded in runs, and write them into a layer's slots."""
-    offset = layer * pool.num_pages
+    codecs, slots = spec.groups[group].codecs, batch.slots[group]
+    place = {"page_offset": layer * pool.num_pages, "page_size": spec.page_size}
 
     def write(stored: Stored, codec: Codec, heads: Any, scales: Any) -> Stored:
         if codec.scaling == "slots":
             return stored
         return jax.tree.map(
-            lambda array, rows: page_write.xla(array, rows, batch.slots[group], page_offset=offset),
+            lambda array, rows: page_write.xla(array, rows, slots, **place),
             stored,
             encode(codec, heads, _of_layer(scales, layer)),
         )
@@ -317,24 +341,30 @@ def _write(
     )
 
 
-def _write_runs(pool: Pool, key: Any, recent: Any, batch: TokenBatch, pieces: Pieces, layer: Any) -> Pool:
+def _write_runs(
+    pool: Pool, key: Any, recent: Any, batch: TokenBatch, pieces: Pieces, layer: Any, page_size: int
+) -> Pool:
     """Keep a step's keys as they are, and encode the runs that it has filled; nothing without such runs."""
     if pool.recent is None:
         return pool
-    span, page_size = pool.recent.shape[2] // 2, pool.keys.data.shape[2]
+    num_recent = pool.recent.shape[2]
+    span = num_recent // 2
     table = pieces.of_sequences(pool.page_table)
     whole = whole_runs(recent, table, pieces, page_size=page_size, span=span)
 
-    def write(name: str, slots: Any) -> Any:
-        array, rows = getattr(pool.keys, name), getattr(whole.stored, name)
-        return page_write.xla(array, rows, slots, page_offset=layer * pool.num_pages)
+    def write(array: Any, rows: Any) -> Any:
+        rows = padded(rows, array.shape[-1])
+        place = {"page_offset": layer * pool.num_pages, "page_size": page_size // span}
+        return page_write.xla(array, rows, whole.places, **place)
 
     return pool.replace(
-        keys=Stored(
-            data=write("data", whole.slots), scale=write("scale", whole.runs), zero=write("zero", whole.runs)
-        ),
+        keys=jax.tree.map(write, pool.keys, whole.stored),
         recent=page_write.xla(
-            pool.recent, rounded(key), recent_slots(batch, span=span), page_offset=layer * batch.lens.shape[0]
+            pool.recent,
+            rounded(key),
+            recent_slots(batch, span=span),
+            page_offset=layer * batch.lens.shape[0],
+            page_size=num_recent,
         ),
     )
 
@@ -348,17 +378,24 @@ def _keys_as_given(pool: Pool, key: Any, batch: TokenBatch, pieces: Pieces, laye
     return keys_as_given(recent, None if key is None else rounded(key), batch, pieces)
 
 
-def _stored_pages(spec: CacheGroup, pool: Pool, layer: Any) -> tuple[Pages, Pages]:
+def _stored_pages(spec: CacheSpec, pool: Pool, group: int, layer: Any) -> tuple[Pages, Pages]:
     """Return what the pool holds as kernels take it, keys and values or latents and their rotated parts."""
+    codecs, dims = spec.groups[group].codecs, spec.groups[group].dims
+
+    def pages(codec: Codec, head_dim: int, stored: Stored, scales: Any) -> Pages:
+        own = codec.page_shapes(page_size=spec.page_size, head_dim=head_dim).get("scale")
+        return Pages(
+            stored.data,
+            stored.scale if scales is None else _of_layer(scales, layer),
+            stored.zero,
+            codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2", "int4") else "number",
+            PageSizes(spec.page_size, head_dim, None if own is None else own.shape),
+        )
+
     return (
-        _pages(spec.codecs[0], pool.keys, _of_layer(pool.key_scale, layer)),
-        _pages(spec.codecs[1], pool.values, _of_layer(pool.value_scale, layer)),
+        pages(codecs[0], dims[0], pool.keys, pool.key_scale),
+        pages(codecs[1], dims[1], pool.values, pool.value_scale),
     )
-
-
-def _pages(codec: Codec, stored: Stored, scale: Any) -> Pages:
-    entry = codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2", "int4") else "number"
-    return Pages(stored.data, stored.scale if scale is None else scale, stored.zero, entry)
 
 
 def _of_layer(scales: Any, layer: Any) -> Any:

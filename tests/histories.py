@@ -14,7 +14,7 @@ from jkv import ops
 from jkv.cache import sequences
 from jkv.cache.allocator import PageAllocator
 from jkv.cache.cache import Cache
-from jkv.cache.codec import Codec
+from jkv.cache.codec import Codec, PoolLayout
 from jkv.cache.encoding import decode, encode, encode_run, unpack
 from jkv.cache.runs import rounded
 from jkv.cache.spec import CacheGroup, CacheSpec, GroupKind
@@ -38,6 +38,7 @@ class Form:
         num_rows: sequences.
         pages_per_row: capacity of a sequence, in pages.
         kind: keys and values, or latents with a rotated part of as many entries in the place of values.
+        pool_layout: how slots lie in a page.
     """
 
     layout: str
@@ -48,6 +49,7 @@ class Form:
     num_rows: int = 3
     pages_per_row: int = 5
     kind: GroupKind = "gqa"
+    pool_layout: PoolLayout = "plain"
 
     @property
     def window(self) -> int | None:
@@ -60,7 +62,8 @@ class Form:
         if self.kind == "latent":
             parts = {"kind": self.kind, "rope_dim": self.head_dim, "rope_codec": second or None}
         group = CacheGroup(NUM_LAYERS, self.heads[1], self.head_dim, codec, window=self.window, **parts)
-        return CacheSpec.create([group], page_size=self.page_size, max_chunk=self.page_size)
+        sizes = {"page_size": self.page_size, "max_chunk": self.page_size}
+        return CacheSpec.create([group], **sizes, layout=self.pool_layout)
 
     @property
     def tolerance(self) -> float:

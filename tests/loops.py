@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jkv import ops
 from jkv.cache.cache import Cache
+from jkv.cache.codec import PoolLayout
 from jkv.cache.spec import CacheGroup, CacheSpec
 
 ROWS, NUM_LAYERS, NUM_HEADS = 2, 2, 8
@@ -18,7 +19,13 @@ SMALL, LARGE = 2**32, 2**33
 
 
 def make_arguments(
-    codec: str, layout: str, nbytes: int, *, page_size: int = 64, head_dim: int = 128
+    codec: str,
+    layout: str,
+    nbytes: int,
+    *,
+    page_size: int = 64,
+    head_dim: int = 128,
+    pool_layout: PoolLayout = "plain",
 ) -> tuple[Cache, jax.ShapeDtypeStruct]:
     """Return the shapes of a loop's arguments: a cache of about `nbytes`, and the first queries."""
     keys, _, values = codec.partition("/")
@@ -30,7 +37,7 @@ def make_arguments(
         # A ring: a window that is narrower than the capacity by far.
         group = CacheGroup(NUM_LAYERS, NUM_HEADS, head_dim, keys, values or None, window=capacity - page_size)
         sizes["capacity"] = 2 * capacity
-    spec = CacheSpec.create([group], page_size=page_size, max_chunk=page_size)
+    spec = CacheSpec.create([group], page_size=page_size, max_chunk=page_size, layout=pool_layout)
 
     def make() -> Cache:
         scales = [

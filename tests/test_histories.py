@@ -1,5 +1,6 @@
 """Every layout, codec, page size, head size and group through one history, beside the dense model of it."""
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ AXES = {
     "page_size": [8, 16, 64, 256],
     "head_dim": [64, 80, 128, 256],
     "heads": [(2, 2), (8, 2), (8, 1), (4, 1)],
+    "pool_layout": ["plain", "tpu"],
 }
 
 # One of each way to scale; the gate has all.
@@ -55,7 +57,7 @@ def pairwise(axes: dict[str, list]) -> list[Form]:
 
 def name(form: Form) -> str:
     sizes = (form.page_size, form.head_dim, *form.heads)
-    return "-".join([form.layout, form.codec, *map(str, sizes)])
+    return "-".join([form.layout, form.codec, *map(str, sizes), form.pool_layout])
 
 
 def run_history(form: Form) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -102,6 +104,30 @@ def test_a_history_gives_what_dense_attention_gives_in_every_codec(form: Form):
 )
 def test_a_history_of_latents_gives_what_their_attention_gives(form: Form):
     assert_history_holds(form)
+
+
+def assert_rows_change_no_bit(form: Form) -> None:
+    in_rows = dataclasses.replace(form, pool_layout="tpu")
+    for (got, _), (expected, _) in zip(run_history(in_rows), run_history(form), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("paged_window", "fp8_e4m3", page_size=16, head_dim=80),
+        Form("paged", "int4", page_size=64, head_dim=128),
+    ],
+    ids=name,
+)
+def test_a_history_in_rows_of_128_lanes_gives_the_same_bits(form: Form):
+    assert_rows_change_no_bit(form)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("form", pairwise(AXES | {"pool_layout": ["plain"]}), ids=name)
+def test_a_history_in_rows_of_128_lanes_gives_the_same_bits_in_every_codec(form: Form):
+    assert_rows_change_no_bit(form)
 
 
 NUM_ROWS = 3
@@ -164,7 +190,7 @@ SEARCH = settings(deadline=None, max_examples=25, stateful_step_count=15, derand
     [
         Form("paged", "int8/int4", head_dim=16, heads=(2, 1)),
         Form("paged_window", "f32", head_dim=16, heads=(2, 1), pages_per_row=8),
-        Form("window", "int8", head_dim=16, heads=(2, 1), pages_per_row=8),
+        Form("window", "int8", head_dim=16, heads=(2, 1), pages_per_row=8, pool_layout="tpu"),
     ],
     ids=name,
 )

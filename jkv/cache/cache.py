@@ -29,7 +29,7 @@ class Pool(State):
     in column `p` of the table, modulo its width: a window's table is as wide as the pages that it keeps.
 
     Attributes:
-        keys: arrays whose leading axes are page, KV head and slot.
+        keys: arrays whose leading axes are page and KV head; how slots lie in a page is the layout's.
         values: the same of values.
         page_table: pages of each sequence, in `[0, num_pages)`; another number names none.
         key_scale: calibrated scales of keys, where their codec is static.
@@ -88,14 +88,12 @@ class Cache(State):
             sharding: where the arrays are born; nothing is ever materialized whole.
 
         Raises:
-            ValueError: a size is not positive, scales are missing, the mesh does not divide it, or its form
-                is one that can be planned only.
+            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
         """
         if num_sequences < 1 or capacity < 1:
             raise ValueError(
                 f"a dense cache needs at least one sequence and one token, got {num_sequences} and {capacity}"
             )
-        _check_form(spec)
         _check_mesh(spec, num_sequences, sharding)
         make = _maker(spec, num_sequences, capacity, None, sharding)
         return make(_check_scales(spec, scales))
@@ -122,8 +120,7 @@ class Cache(State):
             sharding: as `dense`.
 
         Raises:
-            ValueError: a size is not positive, scales are missing, the mesh does not divide it, or its form
-                is one that can be planned only.
+            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
         """
         if num_sequences < 1 or capacity < 1 or min(num_pages, default=0) < 1:
             raise ValueError(
@@ -134,7 +131,6 @@ class Cache(State):
             raise ValueError(
                 f"num_pages must have one entry a group, got {len(num_pages)} for {len(spec.groups)}"
             )
-        _check_form(spec)
         _check_mesh(spec, num_sequences, sharding)
         make = _maker(spec, num_sequences, capacity, tuple(num_pages), sharding)
         return make(_check_scales(spec, scales))
@@ -328,12 +324,6 @@ def _slots(
     return jnp.where(is_valid, pages * page_size + jax.lax.rem(positions, jnp.int32(page_size)), -1)
 
 
-def _check_form(spec: CacheSpec) -> None:
-    """Refuse forms that have bytes and no arrays."""
-    if spec.layout == "tpu":
-        raise ValueError("a cache's layout must be 'plain' or 'gpu', got 'tpu', which can only be planned")
-
-
 def _check_mesh(spec: CacheSpec, num_sequences: int, sharding: Sharding | None) -> None:
     if sharding is not None:
         sharding.check_divides("seq", num_sequences)
@@ -401,7 +391,7 @@ def _empty(
         else:
             pages = num_pages[index]
             table = jnp.full((num_sequences, width), -1, jnp.int32)
-        keys, values = _empty_pages(group, num_shards * pages, spec.page_size)
+        keys, values = _empty_pages(spec, group, num_shards * pages)
         recent = group.recent_keys(num_sequences, spec.page_size)
         pools.append(
             Pool(
@@ -426,9 +416,9 @@ def _empty(
     )
 
 
-def _empty_pages(group: CacheGroup, num_pages: int, page_size: int) -> tuple[Stored, Stored]:
+def _empty_pages(spec: CacheSpec, group: CacheGroup, num_pages: int) -> tuple[Stored, Stored]:
     keys, values = (
         Stored(**{name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()})
-        for arrays in group.page_arrays(num_pages, page_size)
+        for arrays in group.page_arrays(num_pages, spec.page_size, spec.layout)
     )
     return keys, values

@@ -10,6 +10,10 @@ from typing import Literal
 
 Entry = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
 Scaling = Literal["none", "token", "static", "channels", "slots"]
+# How the slots of a page lie. `plain`: in an axis of their own, before that of their entries. `gpu`: the same
+# arrays, with page sizes that a GPU's kernels take. `tpu`: one after another in rows of 128 lanes, each as
+# wide as its entries or padded, so that slots share a row evenly or take whole ones. Where the last axis is
+# not 128 lanes wide, a TPU tiles an array by other axes, and copies it for each loop (docs/in-place.md).
 PoolLayout = Literal["plain", "tpu", "gpu"]
 
 # How entries lie in a pool: int4 two in a byte, fp8 as its bits. XLA's CPU backend writes to an array of fp8
@@ -61,9 +65,18 @@ class ArraySpec:
         if layout != "tpu":
             return self.nbytes
         *outer, rows, lanes = self.shape
-        tile = min(TILE_ROWS, max(self.packing, 1 << (rows - 1).bit_length()))
-        padded = (*outer, _round_up(rows, tile), _round_up(lanes, TILE_LANES))
+        padded = (*outer, self.padded_rows(rows), _round_up(lanes, TILE_LANES))
         return math.prod(padded) * ITEM_BYTES[self.dtype]
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the rows that a TPU keeps where the array needs so many."""
+        tile = min(TILE_ROWS, max(self.packing, _power_of_two(rows)))
+        return _round_up(rows, tile)
+
+
+def _power_of_two(count: int) -> int:
+    """Return the least that is not below `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -109,22 +122,51 @@ class Codec:
                 f"got {page_size} and {head_dim}; change page_size, or use int4_token"
             )
 
-    def page_arrays(
-        self, *, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int
-    ) -> dict[str, ArraySpec]:
-        """Return the arrays that hold `num_pages` pages, by their names in `Stored`."""
-        rows = (num_pages, num_kv_heads, page_size)
+    def page_shapes(self, *, page_size: int, head_dim: int) -> dict[str, ArraySpec]:
+        """Return what a page holds for a head, `[slot, *entry]`, by the names in `Stored`."""
         width = head_dim // 2 if self.entry == "int4" else head_dim
-        arrays = {"data": ArraySpec((*rows, width), DTYPES[self.entry])}
+        arrays = {"data": ArraySpec((page_size, width), DTYPES[self.entry])}
         if self.scaling == "token":
-            arrays["scale"] = ArraySpec(rows, "float32")
+            arrays["scale"] = ArraySpec((page_size,), "float32")
         elif self.scaling == "channels":
-            runs = ArraySpec((*rows, head_dim // self.span(head_dim)), "bfloat16")
+            runs = ArraySpec((page_size, head_dim // self.span(head_dim)), "bfloat16")
             arrays |= {"scale": runs, "zero": runs}
         elif self.scaling == "slots":
-            runs = ArraySpec((*rows[:2], page_size // self.span(page_size), head_dim), "bfloat16")
+            runs = ArraySpec((page_size // self.span(page_size), head_dim), "bfloat16")
             arrays |= {"scale": runs, "zero": runs}
         return arrays
+
+    def page_arrays(
+        self,
+        *,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        layout: PoolLayout = "plain",
+    ) -> dict[str, ArraySpec]:
+        """Return the arrays that hold `num_pages` pages, by their names in `Stored`."""
+        return {
+            name: ArraySpec((num_pages, num_kv_heads, *_laid_out(array, layout)), array.dtype)
+            for name, array in self.page_shapes(page_size=page_size, head_dim=head_dim).items()
+        }
+
+
+def _laid_out(array: ArraySpec, layout: PoolLayout) -> tuple[int, ...]:
+    """Return the shape of a page that holds the slots and entries of `array`."""
+    if layout != "tpu":
+        return array.shape
+    num_slots, *entry = array.shape
+    num_rows = -(-num_slots * _slot_lanes(math.prod(entry)) // TILE_LANES)
+    # Rows that a TPU would add are there: else XLA puts other axes last to save them, and copies the pool.
+    return array.padded_rows(num_rows), TILE_LANES
+
+
+def _slot_lanes(num_entries: int) -> int:
+    """Return the lanes that a slot takes in rows of 128, some shared evenly or some whole."""
+    if num_entries > TILE_LANES:
+        return _round_up(num_entries, TILE_LANES)
+    return _power_of_two(num_entries)
 
 
 CODECS: dict[str, Codec] = {

@@ -21,15 +21,13 @@ class WholeRuns(NamedTuple):
     """The runs that a step's keys lie in.
 
     Attributes:
-        stored: entries `[piece, slot, kv_head, ...]`, scales and zero points of their runs
+        stored: entries `[piece, run, kv_head, slot, width]`, and the runs' scales and zero points
             `[piece, run, kv_head, head_dim]`.
-        slots: place of each slot among the layer's pages; -1 where its run is not whole.
-        runs: the same of each run, `page * runs_per_page + run`.
+        places: of each run among the layer's pages, `page * runs_per_page + run`; -1 where it is not whole.
     """
 
     stored: Stored
-    slots: Int[Array, "piece slot"]
-    runs: Int[Array, "piece run"]
+    places: Int[Array, "piece run"]
 
 
 def num_runs(time: int, span: int) -> int:
@@ -95,19 +93,14 @@ def whole_runs(
     num_pieces, num_heads, num_slots, head_dim = keys.shape
     count = num_slots // span
     stored = encode_run(keys.reshape(num_pieces, num_heads, count, span, head_dim))
-    stored = Stored(
-        data=stored.data.reshape(num_pieces, num_heads, num_slots, -1).swapaxes(1, 2),
-        **{name: getattr(stored, name).swapaxes(1, 2) for name in ("scale", "zero")},
-    )
+    stored = jax.tree.map(lambda array: array.swapaxes(1, 2), stored)
     begins = (starts - starts % span)[:, None] + span * jnp.arange(count, dtype=jnp.int32)[None]
     is_whole = (begins + span <= (starts + lens)[:, None]) & (lens > 0)[:, None]
     column = jax.lax.div(begins, jnp.int32(page_size)) % page_table.shape[1]
     pages = jnp.take_along_axis(page_table, column, axis=1)
-    firsts = jnp.where(is_whole, pages * page_size + begins % page_size, -1)
-    within = jnp.arange(span, dtype=jnp.int32)[None, None]
-    slots = jnp.where(firsts[..., None] >= 0, firsts[..., None] + within, -1)
-    runs = jnp.where(firsts >= 0, jax.lax.div(firsts, jnp.int32(span)), -1)
-    return WholeRuns(stored, slots.reshape(num_pieces, num_slots), runs)
+    is_written = is_whole & (pages >= 0)
+    within = jax.lax.div(begins % page_size, jnp.int32(span))
+    return WholeRuns(stored, jnp.where(is_written, pages * (page_size // span) + within, -1))
 
 
 def recent_slots(batch: TokenBatch, *, span: int) -> Int[Array, "row time"]:

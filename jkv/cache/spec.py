@@ -5,13 +5,13 @@ Imports no JAX, so that capacity can be planned anywhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jkv.cache.codec import ArraySpec, Codec, PoolLayout, find_codecs
 
 GroupKind = Literal["gqa", "latent"]
 
-# Mosaic's tiles for a GPU's matrix units are 8 rows high; a TPU's page is bound by its codec's packing.
+# Mosaic's tiles for a GPU's matrix units are 8 rows high.
 _GPU_PAGE = 8
 
 
@@ -69,20 +69,21 @@ class CacheGroup:
         return [scales for codec in self.codecs if codec.scaling == "static"]
 
     def page_arrays(
-        self, num_pages: int, page_size: int
+        self, num_pages: int, page_size: int, layout: PoolLayout = "plain"
     ) -> tuple[dict[str, ArraySpec], dict[str, ArraySpec]]:
         """Return what holds `num_pages` pages of every layer: the arrays of keys and of values, by name."""
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_pages": self.num_layers * num_pages,
             "num_kv_heads": self.num_kv_heads,
             "page_size": page_size,
+            "layout": layout,
         }
         (keys, values), (key_dim, value_dim) = self.codecs, self.dims
         return keys.page_arrays(**sizes, head_dim=key_dim), values.page_arrays(**sizes, head_dim=value_dim)
 
     def page_bytes(self, page_size: int, layout: PoolLayout = "plain") -> int:
         """Return the bytes of one page in all layers of the group, scales included."""
-        arrays = self.page_arrays(1, page_size)
+        arrays = self.page_arrays(1, page_size, layout)
         return sum(array.padded_bytes(layout) for part in arrays for array in part.values())
 
     def recent_keys(self, num_sequences: int, page_size: int) -> ArraySpec | None:
@@ -125,7 +126,7 @@ class CacheSpec:
         groups: cache groups in the order that layers name them.
         page_size: tokens of one page.
         max_chunk: new tokens that a sequence may get in one step where a group has a window.
-        layout: the device whose padding and limits hold; `plain` has none.
+        layout: how the slots of a page lie, and the device whose padding and limits hold; `plain` has none.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -271,11 +272,3 @@ def _check_layout(spec: CacheSpec) -> None:
         raise ValueError(
             f"page_size must be a multiple of {_GPU_PAGE} in the layout 'gpu', got {spec.page_size}"
         )
-    if spec.layout == "tpu":
-        data = [part["data"] for group in spec.groups for part in group.page_arrays(1, spec.page_size)]
-        packing = max(array.packing for array in data)
-        if spec.page_size % packing:
-            raise ValueError(
-                f"page_size must be a multiple of {packing} in the layout 'tpu', whose words hold as many "
-                f"slots of this codec, got {spec.page_size}"
-            )

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention import Pages
+from kernels_pallas.paged_attention.contract import check_pages
 
 
 class UpProjections(NamedTuple):
@@ -55,10 +56,13 @@ def check(arguments: LatentArguments, *, num_pages: int, window: int | None) -> 
         ValueError: sizes disagree; the message names them.
     """
     query, latents, ropes, up = arguments.query, arguments.latents, arguments.ropes, arguments.up
-    if latents.data.shape[:3] != ropes.data.shape[:3] or latents.data.shape[1] != 1:
+    for pages in (latents, ropes):
+        check_pages(pages)
+    sizes = [(*pages.data.shape[:2], pages.page_size) for pages in (latents, ropes)]
+    if sizes[0] != sizes[1] or latents.data.shape[1] != 1:
         raise ValueError(
             "latents and their rotated parts must have the same pages and slots, and one KV head, "
-            f"got {latents.data.shape[:3]} and {ropes.data.shape[:3]}"
+            f"got {sizes[0]} and {sizes[1]}"
         )
     width = latents.head_dim
     if up is not None:

@@ -42,7 +42,7 @@ def latent_attention(
         *arguments[4:8],
         row_tokens=(time, group),
         num_pages=num_pages,
-        page_size=latents.data.shape[2],
+        page_size=latents.page_size,
         window=window,
         tiling=tiling or Tiling(),
     )

@@ -1,50 +1,66 @@
-"""Page writes in plain JAX: one flat scatter, or one guarded slice where a single row makes it possible.
+"""Page writes in plain JAX: one scatter of slots, which drops what has no page.
 
-The scatter drops what has no page. It works on a flat view because an indexed write to the 4-d pool is
-copied up to three times over inside a loop.
+Its indices and windows are spelled out: inside a loop, a pool that is written by an index is copied up to
+three times over, and on TPUs so is one that is written by a slice update of a single slot.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.lax import GatherScatterMode, ScatterDimensionNumbers
 from jaxtyping import Array, Int, Num
+
+from kernels_pallas.slots import as_matrices, padded, place_of, window_of
+
+_SLOT_WINDOWS = ScatterDimensionNumbers(
+    update_window_dims=(1, 2), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 2, 3)
+)
 
 
 def write_pages(
-    pool: Num[Array, "page kv_head slot *entry"],
+    pool: Num[Array, "page kv_head *row lane"],
     rows: Num[Array, "seq time kv_head *entry"],
     slots: Int[Array, "seq time"],
     *,
     page_offset: Int[Array, ""] | int,
-) -> Num[Array, "page kv_head slot *entry"]:
+    page_size: int,
+) -> Num[Array, "page kv_head *row lane"]:
     """Write `rows` into their slots and return the pool.
 
     Args:
-        pool: pages of all layers; consumed where the caller donates it.
-        rows: what each slot is to hold, keys, values or their scales; cast to the pool's dtype.
+        pool: pages of all layers, see `kernels_pallas.slots`; consumed where the caller donates it.
+        rows: what each slot is to hold, keys, values or their scales; cast to the pool's dtype. A run of
+            slots is written as one wide slot, of entries that are `padded`.
         slots: place of each row among its layer's pages, `page * page_size + slot`; negative: dropped.
         page_offset: the pool's page that is page 0 of this layer.
+        page_size: slots of a page.
     """
-    total_pages, num_kv_heads, page_size, *entry = pool.shape
+    matrices = as_matrices(pool)
+    total_pages, num_kv_heads, _, num_lanes = matrices.shape
+    num_entries = math.prod(rows.shape[3:])
+    window = window_of(num_entries, num_lanes)
+    rows = rows.astype(pool.dtype).reshape(*rows.shape[:3], num_entries)
+    rows = padded(rows, num_lanes).reshape(-1, *window)
     is_kept = slots >= 0
     places = jnp.where(is_kept, slots, 0)
-    pages, places = (
-        jax.lax.div(places, jnp.int32(page_size)) + page_offset,
-        jax.lax.rem(places, jnp.int32(page_size)),
-    )
-    rows = rows.astype(pool.dtype)
-    if slots.shape == (1, 1):
-        start = (pages[0, 0], 0, places[0, 0], *[0] * len(entry))
-        row = rows[0, 0][None, :, None]
-        old = jax.lax.dynamic_slice(pool, start, row.shape)
-        return jax.lax.dynamic_update_slice(pool, jnp.where(is_kept[0, 0], row, old), start)
-    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, None]
-    index = (pages[..., None] * num_kv_heads + heads) * page_size + places[..., None]
-    index = jnp.where(is_kept[..., None], index, -1).reshape(-1)
-    # Past the whole pool, so that `mode="drop"` sees it (a negative index would wrap), each at its own place.
-    past = total_pages * num_kv_heads * page_size + jnp.arange(index.size, dtype=jnp.int32)
-    index = jnp.where(index < 0, past, index)
+    pages = jax.lax.div(places, jnp.int32(page_size)) + page_offset
+    row, lane = place_of(jax.lax.rem(places, jnp.int32(page_size)), num_entries, num_lanes)
+    # Past the whole pool, where the scatter drops it, each at its own place.
+    past = total_pages + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
+    pages = jnp.where(is_kept, pages, past)
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
+    index = jnp.stack(
+        jnp.broadcast_arrays(pages[..., None], heads, row[..., None], lane[..., None]), axis=-1
+    ).reshape(-1, 4)
     # Materialized, or XLA's CPU backend computes it anew for every entry that it writes.
     index = jax.lax.optimization_barrier(index)
-    flat = pool.reshape(-1, *entry)
-    flat = flat.at[index].set(rows.reshape(-1, *entry), mode="drop", unique_indices=True)
-    return flat.reshape(pool.shape)
+    written = jax.lax.scatter(
+        matrices,
+        index,
+        rows,
+        _SLOT_WINDOWS,
+        mode=GatherScatterMode.FILL_OR_DROP,
+        unique_indices=True,
+    )
+    return written.reshape(pool.shape)

@@ -4,12 +4,15 @@ Checks shapes only; every refusal names the sizes.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
+
+from kernels_pallas.slots import as_matrices, page_rows
 
 _FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
@@ -34,17 +37,33 @@ class Tiling:
     num_programs: int = 264
 
 
+@dataclass(frozen=True)
+class PageSizes:
+    """What a page holds.
+
+    Attributes:
+        page_size: slots.
+        head_dim: entries of a head.
+        scales: shape of its scales, and of its zero points, for a head: slots or runs of slots, then runs of
+            channels or channels; None where it has none.
+    """
+
+    page_size: int
+    head_dim: int
+    scales: tuple[int, ...] | None = None
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data", "scale", "zero"], meta_fields=["entry"]
+    jax.tree_util.register_dataclass, data_fields=["data", "scale", "zero"], meta_fields=["entry", "stated"]
 )
 @dataclass(frozen=True)
 class Pages:
-    """Keys or values of all layers in the `plain` pool layout (KV-head-major within a page).
+    """Keys or values of all layers; `kernels_pallas.slots` says how a page's slots lie in its rows.
 
     The head that a slot stands for is, with entries read as float32:
 
     - `data`, where there is no scale;
-    - `data * scale`, the scale of a token and head `[page, kv_head, slot]` or of a head `[kv_head]`;
+    - `data * scale`, the scale of a token and head, `[page, kv_head, slot]`, or of a head, `[kv_head]`;
     - `data * scale + zero`, one of each for every run of channels, `[page, kv_head, slot, run]`, or for every
       channel and run of slots, `[page, kv_head, run, head_dim]`.
 
@@ -53,24 +72,45 @@ class Pages:
         scale: see above.
         zero: see above.
         entry: the bits of one fp8 number, or two 4-bit integers, `i` low and `i + head_dim / 2` high.
+        stated: what a page holds, where shapes do not say it; None is as above, data `[..., slot, width]`.
     """
 
-    data: Num[Array, "page kv_head slot width"]
+    data: Num[Array, "page kv_head row lane"]
     scale: Float[Array, "..."] | None = None
     zero: Float[Array, "page kv_head ..."] | None = None
     entry: Literal["number", "fp8_e4m3", "fp8_e5m2", "int4"] = "number"
+    stated: PageSizes | None = None
+
+    @property
+    def sizes(self) -> PageSizes:
+        """What a page holds."""
+        if self.stated is not None:
+            return self.stated
+        page_size, width = self.data.shape[2:]
+        scales = None if self.scale is None or self.scale.ndim == 1 else self.scale.shape[2:]
+        return PageSizes(page_size, width * (2 if self.entry == "int4" else 1), scales)
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.sizes.page_size
 
     @property
     def head_dim(self) -> int:
         """Entries of a head."""
-        return self.data.shape[-1] * (2 if self.entry == "int4" else 1)
+        return self.sizes.head_dim
+
+    @property
+    def data_shape(self) -> tuple[int, int]:
+        """Slots of a page, and the stored entries of one."""
+        return self.page_size, self.head_dim // (2 if self.entry == "int4" else 1)
 
     @property
     def run_slots(self) -> int | None:
         """Slots of a run; None where a slot has scales of its own."""
-        if self.zero is None or self.zero.shape[2] == self.data.shape[2]:
+        if self.zero is None or self.sizes.scales is None or self.sizes.scales[0] == self.page_size:
             return None
-        return self.data.shape[2] // self.zero.shape[2]
+        return self.page_size // self.sizes.scales[0]
 
     def read(self, data: Num[Array, "*rows width"]) -> Num[Array, "*rows head_dim"]:
         """Return entries taken from `data` as numbers, in whatever dtype holds them."""
@@ -114,10 +154,13 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
         ValueError: sizes disagree; the message names them.
     """
     query, keys, values = arguments.query, arguments.keys, arguments.values
-    if keys.data.shape[:3] != values.data.shape[:3] or keys.head_dim != values.head_dim:
+    for pages in (keys, values):
+        check_pages(pages)
+    sizes = [(*pages.data.shape[:2], pages.page_size, pages.head_dim) for pages in (keys, values)]
+    if sizes[0] != sizes[1]:
         raise ValueError(
-            "key and value pools must have the same pages, KV heads, slots and head_dim, "
-            f"got {(*keys.data.shape[:3], keys.head_dim)} and {(*values.data.shape[:3], values.head_dim)}"
+            f"key and value pools must have the same pages, KV heads, slots and head_dim, got {sizes[0]} and "
+            f"{sizes[1]}"
         )
     if query.shape[-1] != keys.head_dim:
         raise ValueError(f"query head_dim must equal the pool's, got {query.shape[-1]} and {keys.head_dim}")
@@ -130,8 +173,6 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
         raise ValueError(f"pool pages must be a multiple of pages a layer, got {total_pages} and {num_pages}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, got {window}")
-    for pages in (keys, values):
-        _check_scale(pages)
     _check_recent(arguments)
 
 
@@ -151,22 +192,55 @@ def _check_recent(arguments: PagedArguments) -> None:
             )
 
 
-def _check_scale(pages: Pages) -> None:
-    rows = pages.data.shape[:3]
-    is_floating = jnp.issubdtype(pages.data.dtype, jnp.floating)
+def check_pages(pages: Pages) -> None:
+    """Refuse arrays that do not hold what their pages are said to.
+
+    Raises:
+        ValueError: sizes or dtypes disagree; the message names them.
+    """
+    _check_rows("entries", pages.data, pages, pages.data_shape)
     if pages.entry != "number" and pages.data.dtype != jnp.uint8:
         raise ValueError(f"a pool of {pages.entry} must hold uint8, got {pages.data.dtype}")
     if pages.scale is None:
-        if not is_floating:
+        if not jnp.issubdtype(pages.data.dtype, jnp.floating):
             raise ValueError(f"a pool of {pages.data.dtype} must have scales, got none")
         return
-    if pages.zero is not None:
-        of_slots = pages.scale.shape[:2] == rows[:2] and pages.scale.shape[3] == pages.head_dim
-        of_slots = of_slots and rows[2] % pages.scale.shape[2] == 0
-        if pages.zero.shape != pages.scale.shape or not (pages.scale.shape[:3] == rows or of_slots):
+    num_heads, page_size, scales = pages.data.shape[1], pages.page_size, pages.sizes.scales
+    if pages.zero is None:
+        if pages.scale.shape == (num_heads,):
+            return
+        if scales != (page_size,):
             raise ValueError(
-                f"scales and zero points must have one shape, {rows} and runs of channels, or {rows[:2]} and "
-                f"runs of slots and {pages.head_dim}, got {pages.scale.shape} and {pages.zero.shape}"
+                f"scales without zero points must be those of {num_heads} heads or of a page's {page_size} "
+                f"slots, got the shape {pages.scale.shape}, of a page {scales}"
             )
-    elif pages.scale.shape not in (rows, rows[1:2]):
-        raise ValueError(f"scales must have the shape {rows} or {rows[1:2]}, got {pages.scale.shape}")
+    else:
+        _check_runs(pages)
+        _check_rows("zero points", pages.zero, pages, scales)
+    _check_rows("scales", pages.scale, pages, scales)
+
+
+def _check_runs(pages: Pages) -> None:
+    sizes = pages.sizes
+    match sizes.scales:
+        case (sizes.page_size, runs) if sizes.head_dim % runs == 0:
+            return
+        case (runs, sizes.head_dim) if sizes.page_size % runs == 0:
+            return
+    raise ValueError(
+        f"scales and zero points must be those of {sizes.page_size} slots and runs of channels, or of runs "
+        f"of slots and {sizes.head_dim} channels, got {sizes.scales}"
+    )
+
+
+def _check_rows(what: str, array: Array, pages: Pages, shape: tuple[int, ...] | None) -> None:
+    """Refuse an array that does not hold `shape` for each page and head."""
+    assert shape is not None
+    num_slots, num_entries = shape[0], math.prod(shape[1:])
+    *outer, num_rows, num_lanes = as_matrices(array).shape
+    needed = page_rows(num_slots, num_entries, num_lanes)
+    if outer != [*pages.data.shape[:2]] or num_rows < needed:
+        raise ValueError(
+            f"{num_slots} slots of {num_entries} {what} in rows of {num_lanes} lanes need {needed} rows for "
+            f"each of {pages.data.shape[:2]} pages and KV heads, got {num_rows} for each of {tuple(outer)}"
+        )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention.contract import PagedArguments, Pages
+from kernels_pallas.slots import as_matrices, slots_of
 
 
 def paged_attention(
@@ -35,7 +36,7 @@ def paged_attention(
     """
     query, keys, values, table, starts, lens, offset, recent = arguments
     _, time, num_heads, _ = query.shape
-    page_size = keys.data.shape[2]
+    page_size = keys.page_size
     is_page = (table >= 0) & (table < num_pages)
     # Column c of the table names page c, c + width, ...: a slot holds the latest position that falls on it.
     num_slots = table.shape[1] * page_size
@@ -96,16 +97,23 @@ def _recent_logits(
 
 def heads_of(pages: Pages, index: Int[Array, "seq max_pages"]) -> Float[Array, "seq token kv_head head_dim"]:
     """Return the float32 heads that the named pages stand for."""
-    heads = pages.read(pages.data[index]).astype(jnp.float32)
+
+    def take(array: jax.Array, shape: tuple[int, ...] | None) -> jax.Array:
+        assert shape is not None
+        return slots_of(as_matrices(array)[index], shape)
+
+    heads = pages.read(take(pages.data, pages.data_shape)).astype(jnp.float32)
     if pages.zero is not None:
         assert pages.scale is not None
-        scale, zero = (array[index].astype(jnp.float32) for array in (pages.scale, pages.zero))
+        scale, zero = (
+            take(array, pages.sizes.scales).astype(jnp.float32) for array in (pages.scale, pages.zero)
+        )
         axis = -1 if pages.run_slots is None else -2
         span = heads.shape[axis] // scale.shape[axis]
         heads = heads * jnp.repeat(scale, span, axis=axis) + jnp.repeat(zero, span, axis=axis)
     elif pages.scale is not None:
         is_of_head = pages.scale.ndim == 1
-        scale = pages.scale[None, None, :, None] if is_of_head else pages.scale[index]
+        scale = pages.scale[None, None, :, None] if is_of_head else take(pages.scale, pages.sizes.scales)
         heads = heads * scale[..., None]
     heads = jnp.moveaxis(heads, 2, 3)  # [seq, max_pages, slot, kv_head, head_dim]
     return heads.reshape(heads.shape[0], -1, *heads.shape[3:])

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Tiling
+from kernels_pallas.slots import as_matrices, slots_of
 
 Rows = Float[Array, "seq kv_head row head_dim"]
 
@@ -83,7 +84,7 @@ def paged_attention(
     """Compute what `reference.paged_attention` defines; logits, softmax and sums are float32."""
     query, keys, values = arguments[:3]
     num_seqs, time, num_heads, head_dim = query.shape
-    _, num_kv_heads, page_size, _ = keys.data.shape
+    num_kv_heads, page_size = keys.data.shape[1], keys.page_size
     group = num_heads // num_kv_heads
     walk = plan_walk(
         arguments.page_table,
@@ -266,7 +267,7 @@ def _own_runs(
     num_runs = recent.shape[2] // span
     begins = (arguments.starts - arguments.starts % span)[:, None]
     begins += span * jnp.arange(num_runs, dtype=jnp.int32)[None]
-    page_size = arguments.values.data.shape[2]
+    page_size = arguments.values.page_size
     logical = jax.lax.div(begins, jnp.int32(page_size))
     pages, is_page = _layer_pages(arguments.page_table, logical, num_pages, arguments.page_offset)
     within = jax.lax.div(begins % page_size, jnp.int32(span))
@@ -327,7 +328,7 @@ def gather(
     stored: Pages,
     pages: Int[Array, "seq page"],
     within: Int[Array, "seq page"] | None = None,
-    span: int | None = None,
+    span: int = 1,
 ) -> Pages:
     """Return pages of each sequence as `[seq, kv_head, slot, ...]`; the scale of a head is `[kv_head]`.
 
@@ -337,25 +338,28 @@ def gather(
         within: the run of `span` slots that is taken of each page; None takes all.
         span: slots of a run; needs an entry of its own for every slot.
     """
-    _, num_kv_heads, page_size, _ = stored.data.shape
+    num_kv_heads = stored.data.shape[1]
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-    index = pages[:, None, :] * num_kv_heads + heads
-    parts = 1
-    if within is not None and span is not None:
-        parts = page_size // span
-        index = index * parts + within[:, None]
     # Materialized, or XLA's CPU backend computes it anew for every entry that it gathers.
-    index = jax.lax.optimization_barrier(index)
+    index = jax.lax.optimization_barrier(pages[:, None, :] * num_kv_heads + heads)
 
-    def take(array: jax.Array) -> jax.Array:
-        if array.ndim == 1:
+    def take(array: jax.Array | None, shape: tuple[int, ...] | None) -> jax.Array | None:
+        if array is None or shape is None:
             return array
-        # Slots, or runs of slots with one scale.
-        size, entry = array.shape[2] // parts, array.shape[3:]
-        taken = array.reshape(-1, size, *entry).at[index].get(mode="promise_in_bounds")
-        return taken.reshape(*index.shape[:2], index.shape[2] * size, *entry)
+        matrices = as_matrices(array)
+        matrices = matrices.reshape(-1, *matrices.shape[2:])
+        taken = slots_of(matrices.at[index].get(mode="promise_in_bounds"), shape)
+        if within is not None:
+            # Of pages that are here: XLA's TPU backend copies a pool of which parts of pages are gathered.
+            runs = taken.reshape(*index.shape, -1, span, *shape[1:])
+            place = within.reshape(within.shape[0], 1, -1, *[1] * (runs.ndim - 3))
+            taken = jnp.take_along_axis(runs, place, axis=3, mode="promise_in_bounds")
+        return taken.reshape(*index.shape[:2], -1, *shape[1:])
 
-    return jax.tree.map(take, stored)
+    scale, zero = (take(array, stored.sizes.scales) for array in (stored.scale, stored.zero))
+    data = take(stored.data, stored.data_shape)
+    assert data is not None
+    return Pages(data, scale, zero, stored.entry)
 
 
 def logits_of(

@@ -14,13 +14,17 @@ NUM_PAGES = 4096
 
 
 def arrays() -> list[ArraySpec]:
-    """Return the arrays of every codec with sizes that fill tiles and that do not, each form once."""
+    """Return the arrays of every codec with sizes that fill rows and that do not, each form once."""
     found = {
         array
         for codec in CODECS.values()
-        for num_kv_heads, page_size, head_dim in ((2, 16, 128), (1, 8, 64), (3, 40, 80))
+        for num_kv_heads, page_size, head_dim in ((2, 16, 128), (1, 8, 64), (3, 40, 80), (2, 128, 256))
         for array in codec.page_arrays(
-            num_pages=NUM_PAGES, num_kv_heads=num_kv_heads, page_size=page_size, head_dim=head_dim
+            num_pages=NUM_PAGES,
+            num_kv_heads=num_kv_heads,
+            page_size=page_size,
+            head_dim=head_dim,
+            layout="tpu",
         ).values()
     }
     odd = {

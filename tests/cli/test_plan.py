@@ -51,11 +51,12 @@ def test_what_does_not_fit_says_by_how_much(run_jkv):
 
 def test_a_device_s_share_and_padding_of_a_token_are_shown(run_json):
     argv = ("--model", "gpt-oss-20b", "--batch", "1", "--context", "64", "--devices", "2", "--json")
+    argv += ("--codec", "int8", "--page-size", "64")
     (plain,) = run_json("plan", *argv)
     (padded,) = run_json("plan", *argv, "--pool-layout", "tpu")
     assert 2 * plain["device_bytes_per_token"] == plain["bytes_per_token"] == padded["bytes_per_token"]
-    # Heads of 64 entries lie in lanes of 128.
-    assert padded["device_bytes_per_token"] == 2 * plain["device_bytes_per_token"]
+    # A page's 64 scales, of 4 bytes beside heads of 64, lie in a row of 128.
+    assert 17 * padded["device_bytes_per_token"] == 18 * plain["device_bytes_per_token"]
 
 
 def test_a_model_on_this_machine_is_planned_by_its_header(run_json, tiny):

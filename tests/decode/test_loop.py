@@ -74,10 +74,10 @@ def test_a_loop_updates_its_cache_in_place(rows: int):
 
 
 def test_the_gate_finds_a_write_that_takes_a_layer_out_and_puts_it_back(monkeypatch: pytest.MonkeyPatch):
-    def write_layer(pool, rows, slots, *, page_offset):
+    def write_layer(pool, rows, slots, *, page_offset, page_size):
         num_pages = pool.shape[0] // CONFIG.num_layers
         layer = jax.lax.dynamic_slice_in_dim(pool, page_offset, num_pages)
-        layer = page_write.xla(layer, rows, slots, page_offset=0)
+        layer = page_write.xla(layer, rows, slots, page_offset=0, page_size=page_size)
         return jax.lax.dynamic_update_slice_in_dim(pool, layer, page_offset, axis=0)
 
     monkeypatch.setattr(ops, "page_write", SimpleNamespace(xla=write_layer))

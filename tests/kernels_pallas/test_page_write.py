@@ -7,6 +7,8 @@ import pytest
 
 from kernels_pallas import page_write
 
+from ..rows import in_rows
+
 NUM_LAYERS, NUM_PAGES, NUM_HEADS, PAGE_SIZE, HEAD_DIM = 3, 4, 2, 5, 8
 
 
@@ -20,8 +22,14 @@ def write(slots: list[list[int]], layer: int = 1, dtype=jnp.float32) -> tuple[np
         if place >= 0:
             page, slot = divmod(int(place), PAGE_SIZE)
             expected[layer * NUM_PAGES + page, :, slot] = rows[index].astype(dtype)
-    offset = jnp.int32(layer * NUM_PAGES)
-    return np.asarray(jax.jit(page_write.xla)(pool, rows, places, page_offset=offset)), expected
+    return write_rows(pool, rows, places, layer), expected
+
+
+def write_rows(pool: jax.Array, rows: jax.Array, places: np.ndarray, layer: int) -> np.ndarray:
+    jitted = jax.jit(page_write.xla, static_argnames="page_size")
+    return np.asarray(
+        jitted(pool, rows, places, page_offset=jnp.int32(layer * NUM_PAGES), page_size=PAGE_SIZE)
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -41,3 +49,23 @@ def test_rows_are_rounded_to_the_pools_dtype():
     got, expected = write([[3, 4, 5]], dtype=jnp.bfloat16)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("entry", "num_lanes"),
+    [((8,), 16), ((8,), 4), ((6,), 8), ((6,), 4), ((), 4)],
+    ids=["two_a_row", "two_rows_each", "padded", "padded_rows", "numbers"],
+)
+def test_slots_of_a_page_lie_one_after_another_in_its_rows(entry: tuple[int, ...], num_lanes: int):
+    places = np.array([[3, -1, 5], [19, 0, 1]], np.int32)
+    rows = np.random.default_rng(0).standard_normal((*places.shape, NUM_HEADS, *entry), np.float32)
+    plain = np.full((NUM_LAYERS * NUM_PAGES, NUM_HEADS, PAGE_SIZE, *entry), 7, np.float32)
+    pool = jnp.asarray(in_rows(plain, num_lanes))
+    got = write_rows(pool, jnp.asarray(rows), places, layer=1)
+    for index, place in np.ndenumerate(places):
+        if place >= 0:
+            page, slot = divmod(int(place), PAGE_SIZE)
+            plain[NUM_PAGES + page, :, slot] = rows[index]
+    expected = in_rows(plain, num_lanes)
+    is_held = ~np.isnan(expected)
+    np.testing.assert_array_equal(got[is_held], expected[is_held])

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from kernels_pallas import paged_attention
-from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
+from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
+from ..rows import in_rows
 
 NUM_LAYERS, LAYER = 3, 1
 TOLERANCE = 1e-5
@@ -153,6 +154,22 @@ def test_what_dead_slots_hold_changes_no_bit(dead: float):
         np.testing.assert_array_equal(*outs)
 
 
+@pytest.mark.parametrize("compute", [run_xla, run_reference])
+@pytest.mark.parametrize("name", ["multi_head_chunk", "qwen_decode_group_8", "multi_query_decode"])
+def test_rows_of_128_lanes_give_the_same_bits(compute, name: str):
+    shape = SHAPES[name]
+    arguments, num_pages = make_arguments(shape)
+
+    def laid_out(pages: Pages) -> Pages:
+        data = in_rows(np.asarray(pages.data), 128)
+        return Pages(jnp.asarray(data), stated=PageSizes(shape.page_size, shape.head_dim))
+
+    in_lanes = arguments._replace(keys=laid_out(arguments.keys), values=laid_out(arguments.values))
+    paged_attention.check(in_lanes, num_pages=num_pages, window=None)
+    outs = [compute(shape, each, num_pages) for each in (in_lanes, arguments)]
+    jax.tree.map(np.testing.assert_array_equal, *outs)
+
+
 @pytest.mark.parametrize("block_tokens", [1, 10_000])
 def test_the_tiling_changes_the_result_by_rounding_only(block_tokens: int):
     shape = SHAPES["gemma_soft_cap_chunk"]
@@ -219,6 +236,38 @@ def make_empty(**shapes) -> PagedArguments:
     query, keys, values = (jnp.zeros(sizes[name]) for name in ("query", "keys", "values"))
     table = jnp.zeros((1, 2), jnp.int32)
     return PagedArguments(query, Pages(keys), Pages(values), table, rows, rows, page_offset=0)
+
+
+EMPTY = jnp.zeros((6, 2, 4, 128), jnp.uint8)
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        (Pages(EMPTY), "a pool of uint8 must have scales, got none"),
+        (
+            Pages(EMPTY, jnp.zeros(2), entry="int4", stated=PageSizes(32, 64)),
+            r"32 slots of 32 entries in rows of 128 lanes need 8 rows .*, got 4 for each of \(6, 2\)",
+        ),
+        (
+            Pages(EMPTY, jnp.zeros((6, 2, 2)), stated=PageSizes(4, 128, (2,))),
+            r"those of 2 heads or of a page's 4 slots, .* of a page \(2,\)",
+        ),
+        (
+            Pages(EMPTY, jnp.zeros((5, 2, 1, 128)), stated=PageSizes(4, 128, (4,))),
+            r"4 slots of 1 scales in rows of 128 .* each of \(6, 2\) .*, got 1 for each of \(5, 2\)",
+        ),
+        (
+            Pages(EMPTY, *[jnp.zeros((6, 2, 3, 128))] * 2, stated=PageSizes(4, 128, (3, 128))),
+            r"4 slots and runs of channels, or of runs of slots and 128 channels, got \(3, 128\)",
+        ),
+    ],
+)
+def test_pages_that_do_not_hold_what_they_say_are_refused(pages: Pages, message: str):
+    query = jnp.zeros((1, 1, 4, pages.head_dim))
+    arguments = make_empty()._replace(query=query, keys=pages, values=pages)
+    with pytest.raises(ValueError, match=message):
+        paged_attention.check(arguments, num_pages=3, window=None)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ def test_pools_are_the_cache_s_own_sum():
 
 
 def test_padding_is_what_the_device_adds():
-    spec = replace(make_spec(layout="tpu"), groups=(CacheGroup(80, 8, 64, "bf16"),))
+    spec = replace(make_spec(layout="tpu"), groups=(CacheGroup(80, 8, 96, "bf16"),))
     memory = make_deployment(spec=spec).memory(1)
-    assert memory.padding == memory.cache
+    assert 3 * memory.padding == memory.cache
 
 
 def test_each_figure_is_the_sum_that_it_is_said_to_be():
