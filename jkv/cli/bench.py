@@ -18,10 +18,9 @@ import tyro
 from jkv.cache.spec import CacheSpec
 from jkv.cli.fits import check_length, check_memory
 from jkv.cli.options import Flag, HostOptions, ModelOptions, meet, parse, resolve, show_progress
-from jkv.decode.configured import configured_plan, load_configured, make_decoding
+from jkv.decode.configured import configured_plan, load_configured, make_decoding, open_configured
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
-from jkv.models.weights.model import open_model
 
 # Far past every cache; a GPU reaches its full bandwidth at this size too.
 _COPY_BYTES = 256 * 2**20
@@ -94,7 +93,7 @@ def run(argv: Sequence[str]) -> None:
             f"--steps and --repeats must be at least 1, got {arguments.steps} and {arguments.repeats}"
         )
     config = resolve(arguments, overrides)
-    sizes = open_model(config.model.path).config
+    sizes = open_configured(config).config
     longest = max(contexts) + arguments.steps
     check_length(sizes, longest, remedy=" with the steps; lower --context")
     plan = configured_plan(config, sizes, {max(contexts): max(batches)}, arguments.steps + 1)

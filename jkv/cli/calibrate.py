@@ -11,11 +11,10 @@ from jkv.cli.fits import check_tokens
 from jkv.cli.options import ModelOptions, check_output, parse, read_text, resolve, show_progress
 from jkv.config import DecodeConfig
 from jkv.decode.calibrate import PERCENTILE, Method, Per, calibrate
-from jkv.decode.configured import configured_spec, load_configured, make_decoding
+from jkv.decode.configured import configured_spec, load_configured, make_decoding, open_configured
 from jkv.decode.params import require_whole
 from jkv.decode.scales import write_scales
 from jkv.models.load import load_tokenizer
-from jkv.models.weights.model import open_model
 
 _MAX_CONTEXT = 2048
 
@@ -47,7 +46,7 @@ def run(argv: Sequence[str]) -> None:
     config = resolve(arguments, overrides, {"out": "cache.scales"})
     exact = _with_exact_cache(config)
     percentile = PERCENTILE if arguments.percentile is None else arguments.percentile
-    stored = open_model(config.model.path)
+    stored = open_configured(config)
     tokens = load_tokenizer(stored.location).encode(read_text(arguments.text))
     context = arguments.context or min(_MAX_CONTEXT, stored.config.max_length)
     pieces = [tokens[start : start + context] for start in range(0, len(tokens), context)]

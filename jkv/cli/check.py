@@ -22,11 +22,10 @@ from jkv.config import (
     config_yaml,
     load_config,
 )
-from jkv.decode.configured import configured_scales, configured_spec
+from jkv.decode.configured import configured_scales, configured_spec, open_configured
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.weights.locate import is_hub_id
-from jkv.models.weights.model import open_model
 
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 
@@ -47,19 +46,19 @@ def run(argv: Sequence[str]) -> None:
     """Check the configuration that the command line names, and print what follows from it."""
     arguments, overrides = parse(Arguments, argv, "check")
     config = load_config(arguments.config, overrides)
-    model = stored_config(config.model.path)
+    model = stored_config(config)
     if model is not None:
         configured_scales(config)
     print(check(arguments.config, overrides, model=model), end="")
 
 
-def stored_config(name_or_path: str) -> ModelConfig | None:
-    """Return the sizes of a model on this machine; None where the hub has it.
+def stored_config(config: DecodeConfig) -> ModelConfig | None:
+    """Return the sizes of the configured model; None where the hub has it.
 
     Raises:
-        ValueError: as `open_model`.
+        ValueError: as `open_configured`.
     """
-    return None if is_hub_id(name_or_path) else open_model(name_or_path).config
+    return None if is_hub_id(config.model.path) else open_configured(config).config
 
 
 def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | None = None) -> str:
@@ -118,6 +117,9 @@ def _cache(config: DecodeConfig, model: ModelConfig) -> str:
     cache, mesh = config.cache, config.mesh
     spec = configured_spec(config, model)
     lines = [f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page"]
+    if model.kv_copies > 1:
+        heads = model.num_kv_heads // model.kv_copies
+        lines.append(f"  each of {heads} KV heads is held by {model.kv_copies} devices of its axis")
     longest = max(config.engine.prefill_buckets)
     groups = describe_groups(model, spec, max_chunk=longest)
     lines += [_group(model, **group) for group in groups]
@@ -147,12 +149,14 @@ def _group(
     model: ModelConfig,
     *,
     layers: int,
+    kind: str,
     window: int | None,
     bytes_per_token: int,
     bytes_at_max_length: dict[str, int],
 ) -> str:
     """Return a cache group in one line."""
-    seen = "" if window is None else f", window {window:,}"
+    seen = " of latents" if kind == "latent" else ""
+    seen += "" if window is None else f", window {window:,}"
     sizes = ", ".join(f"{layout} {_bytes(count)}" for layout, count in bytes_at_max_length.items())
     return (
         f"  {layers} layers{seen}: {_bytes(bytes_per_token)} a token; "

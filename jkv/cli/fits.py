@@ -68,9 +68,15 @@ def check_divides(config: DecodeConfig, model: ModelConfig, *, num_sequences: in
         "layer": (model.num_layers, "layers"),
     }
     mesh = config.mesh
-    reason = "must split {} evenly, got {} over {} devices; choose another mesh or drop the rule"
+    reason = "must split {} evenly, got {} over {} devices; choose another mesh{} or drop the rule"
+    # More devices than KV heads may have copies of them.
+    hints = {"kv_head": ", set mesh.kv_copies"}
     problems = [
-        Problem(Place(config.model.path), f"mesh.rules.{axis}", reason.format(what, size, mesh.shards(axis)))
+        Problem(
+            Place(config.model.path),
+            f"mesh.rules.{axis}",
+            reason.format(what, size, mesh.shards(axis), hints.get(axis, "")),
+        )
         for axis, (size, what) in sizes.items()
         if size % mesh.shards(axis)
     ]

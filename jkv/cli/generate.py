@@ -26,14 +26,13 @@ from jkv.cli.options import (
     show_progress,
 )
 from jkv.config import DecodeConfig
-from jkv.decode.configured import end_ids, load_configured, make_decoding, make_sampling
+from jkv.decode.configured import end_ids, load_configured, make_decoding, make_sampling, open_configured
 from jkv.decode.generate import check_stop_ids
 from jkv.decode.params import SamplingParams
 from jkv.decode.text import TextGeneration, TextStream, check_stop_strings
 from jkv.models.load import LanguageModel, load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.locate import resolve_model
-from jkv.models.weights.model import open_model
 
 _KEYS = {
     "max_new_tokens": "engine.sampling.max-new-tokens",
@@ -111,7 +110,7 @@ def run(argv: Sequence[str]) -> None:
     location = resolve_model(config.model.path)
     tokenizer = find_tokenizer(location) if arguments.prompt_tokens else load_tokenizer(location)
     texts, prompts = read_prompts(arguments, tokenizer)
-    sizes = open_model(location.path).config
+    sizes = open_configured(config).config
     sampling.check(sizes.vocab_size)
     check_stop_ids(arguments.stop_token_ids, sizes.vocab_size)
     check_stop_strings(arguments.stop, tokenizer)

@@ -19,12 +19,11 @@ from jkv.cli.fits import check_tokens
 from jkv.cli.options import Flag, ModelOptions, check_output, parse, read_text, resolve, show_progress
 from jkv.config import UncalibratedCodec
 from jkv.decode.compare import Comparison, compare
-from jkv.decode.configured import load_configured, make_decoding
+from jkv.decode.configured import load_configured, make_decoding, open_configured
 from jkv.decode.params import require_whole
 from jkv.decode.score import Score, score
 from jkv.models.load import load_tokenizer
 from jkv.models.weights.locate import resolve_model
-from jkv.models.weights.model import open_model
 
 # Where a context begins that is worth a row of its own.
 _BORDERS = (512, 1024, 2048, 4096, 8192)
@@ -60,7 +59,7 @@ def run(argv: Sequence[str]) -> None:
     tokens = read_tokens(arguments, config.model.path)
     plan = check_tokens(
         config,
-        open_model(config.model.path).config,
+        open_configured(config).config,
         tokens.tolist(),
         0,
         remedy="; give --max-tokens",

@@ -74,11 +74,13 @@ class MeshSection(Section):
         axes: name and devices of each mesh axis, outermost first.
         axis_types: auto lets the compiler propagate shardings; explicit makes them part of types.
         rules: the mesh axis of each logical axis.
+        kv_copies: devices that hold each KV head, where the KV heads' axis has more devices than heads.
     """
 
     axes: MeshSizes
     axis_types: Literal["auto", "explicit"] = "auto"
     rules: MeshRules = field(default_factory=MeshRules)
+    kv_copies: Count = 1
 
     @property
     def num_devices(self) -> int:
@@ -97,6 +99,9 @@ class MeshSection(Section):
     def conflicts(self) -> list[Conflict]:
         """Mesh axes are named once, rules name ones that exist, and none splits an array twice."""
         conflicts = [*_doubled(self.axes), *_strangers(self.rules, [name for name, _ in self.axes])]
+        if not conflicts and self.shards("kv_head") % self.kv_copies:
+            reason = f"must divide the {self.shards('kv_head')} devices of kv_head's axis"
+            conflicts.append((("kv_copies",), f"{reason}, got {self.kv_copies}"))
         return [*conflicts, *_unequal(self.rules), *_clashes(self.rules)]
 
 

@@ -23,7 +23,7 @@ from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
 from jkv.models.load import LanguageModel, load_model
 from jkv.models.tokenizer import Tokenizer
-from jkv.models.weights.model import open_model
+from jkv.models.weights.model import StoredModel, open_model
 from jkv.sharding import Sharding
 
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -46,7 +46,17 @@ def load_configured(config: DecodeConfig) -> LanguageModel:
         weight_codec=codec,
         implementation=config.engine.attention,
         sharding=make_sharding(config.mesh),
+        kv_copies=config.mesh.kv_copies,
     )
+
+
+def open_configured(config: DecodeConfig) -> StoredModel:
+    """Return the configured model, its header read and its KV heads copied as the mesh says.
+
+    Raises:
+        ValueError: as `open_model`.
+    """
+    return open_model(config.model.path, kv_copies=config.mesh.kv_copies)
 
 
 def make_decoding(
@@ -88,7 +98,7 @@ def configured_scales(config: DecodeConfig) -> Scales | None:
     """
     if config.cache.scales is None:
         return None
-    stored = open_model(config.model.path)
+    stored = open_configured(config)
     spec = configured_spec(config, stored.config)
     return read_scales(Path(config.cache.scales), spec, model=stored.fingerprint())
 

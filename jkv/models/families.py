@@ -4,7 +4,7 @@ Knows names and sizes; reads no file and builds no layer.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jkv.layers.latent import LatentDims
@@ -43,7 +43,7 @@ class ModelConfig:
         num_layers: decoder blocks.
         embed_dim: width of the residual stream.
         num_heads: query heads.
-        num_kv_heads: key and value heads; divides `num_heads`.
+        num_kv_heads: key and value heads, copies included; divides `num_heads`.
         head_dim: entries of one head; of latent attention's keys, without the rotated part.
         mlp_dim: width of the gated MLP.
         norm_eps: added to the mean square in every RMSNorm.
@@ -66,6 +66,7 @@ class ModelConfig:
         gating: of the MLP and the experts.
         mixture: None has an MLP in every layer.
         latent: widths of latent attention; None is grouped-query attention.
+        kv_copies: neighbouring KV heads that are copies of one of the checkpoint's; see `with_kv_copies`.
         is_tied: the output head is the embedding.
         bos_token_id: token that starts a text, where the checkpoint names one; the tokenizer knows whether to
             add it.
@@ -100,6 +101,7 @@ class ModelConfig:
     gating: Gating = SWIGLU
     mixture: MixtureConfig | None = None
     latent: LatentDims | None = None
+    kv_copies: int = 1
     is_tied: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -122,6 +124,29 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
     if config.mixture is not None:
         check_routing(config.mixture.routing)
     return config
+
+
+def with_kv_copies(config: ModelConfig, copies: int) -> ModelConfig:
+    """Return the model with each KV head copied, so that more devices than KV heads have one each.
+
+    It computes the same; its cache, and its key and value projections, are as many times as large.
+
+    Raises:
+        ValueError: the query heads of a KV head do not split over its copies, or there are latents instead.
+    """
+    if copies == 1:
+        return config
+    if config.latent is not None:
+        raise ValueError(
+            f"kv_copies must be 1 for latent attention, whose latents lie whole on each device, got {copies}"
+        )
+    group = config.num_heads // config.num_kv_heads
+    if group % copies or config.is_qk_norm_wide or config.kv_copies > 1:
+        raise ValueError(
+            f"kv_copies must divide the {group} query heads of a KV head, in a model that norms each head by "
+            f"itself and is not stored with copies, got {copies}; choose another mesh"
+        )
+    return replace(config, num_kv_heads=config.num_kv_heads * copies, kv_copies=copies)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def load_model(
     weight_codec: WeightCodec | None = None,
     implementation: ops.Implementation = "auto",
     sharding: Sharding | None = None,
+    kv_copies: int = 1,
 ) -> LanguageModel:
     """Load a model's weights, one tensor at a time, straight to where they live.
 
@@ -58,11 +59,12 @@ def load_model(
         weight_codec: packs projections and embedding after they are read in `param_dtype`; None keeps them.
         implementation: how attention is computed.
         sharding: places weights, activations and attention over a mesh; None is one device.
+        kv_copies: devices that hold each KV head; see `jkv.models.families.with_kv_copies`.
 
     Raises:
         ValueError: the model is not found, not understood, damaged, or does not fit the mesh.
     """
-    stored = open_model(name_or_path)
+    stored = open_model(name_or_path, kv_copies=kv_copies)
     model = abstract_decoder(
         stored.config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, sharding=sharding
     )

@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from jkv.cli.check import check, stored_config
-from jkv.config import ConfigError
+from jkv.config import ConfigError, load_config
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import ModelConfig
+from jkv.models.families import ModelConfig, with_kv_copies
 
 
 def make_model(**changes: int) -> ModelConfig:
@@ -115,15 +115,39 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
         "smollm2-135m: mesh.rules.q_head: must split query heads evenly, got 9 over 4 devices; "
         "choose another mesh or drop the rule",
         "smollm2-135m: mesh.rules.kv_head: must split key and value heads evenly, got 3 over 4 devices; "
-        "choose another mesh or drop the rule",
+        "choose another mesh, set mesh.kv_copies or drop the rule",
     ]
 
 
 def test_the_command_prints_what_the_function_returns(run_jkv, tiny):
     flags = ("--cache.page-size", "32", "--model.path", str(tiny))
     shown = run_jkv("check", "smollm2-cpu", *flags)
-    assert shown == check("smollm2-cpu", flags, model=stored_config(str(tiny)))
+    assert shown == check("smollm2-cpu", flags, model=stored_config(load_config("smollm2-cpu", flags)))
     assert "parameters: 127,424" in shown
+
+
+def test_copies_of_kv_heads_are_shown_and_counted(run_jkv, tiny, refusal):
+    flags = ("--model.path", str(tiny), "--mesh", "cpu-2x4")
+    assert "set mesh.kv_copies" in refusal("check", "smollm2-cpu", "--engine.max-sequences", "2", *flags)
+    flags += ("--engine.max-sequences", "2", "--cache.capacity", "16")
+    shown = run_jkv("check", "smollm2-cpu", *flags, "--mesh.kv-copies", "2")
+    assert "each of 2 KV heads is held by 2 devices of its axis" in shown
+    # A device of the eight: a sequence of 16 tokens, three layers, a head of 8 keys and values.
+    assert f"on a device: {16 * 3 * 2 * 8 * 4:,} bytes" in shown
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [("3", "mesh.kv_copies: must divide the 4 devices of kv_head's axis, got 3"), ("8", "must divide the 4")],
+)
+def test_copies_that_do_not_fit_the_mesh_are_refused(refusal, tiny, copies, message):
+    flags = ("--model.path", str(tiny), "--mesh", "cpu-2x4", "--mesh.kv-copies", copies)
+    assert message in refusal("check", "smollm2-cpu", *flags)
+
+
+def test_more_copies_than_a_kv_head_has_queries_are_refused():
+    with pytest.raises(ValueError, match=r"must divide the 2 query heads of a KV head, .* got 4; choose"):
+        with_kv_copies(make_model(num_kv_heads=2), 4)
 
 
 def test_a_model_that_is_elsewhere_leaves_out_its_sizes(run_jkv):

@@ -121,6 +121,17 @@ def test_a_cache_is_born_with_each_device_holding_its_own_sequences_and_heads(sh
     assert all(np.asarray(shard.data).max() == 11 for shard in pool.page_table.addressable_shards)
 
 
+def test_more_devices_than_kv_heads_each_hold_a_copy_of_one():
+    config = load_config("smollm2-cpu", ["--mesh", "cpu-2x4", "--mesh.kv-copies", "2"])
+    sharding = make_sharding(config.mesh)
+    assert sharding is not None
+    copied = Sharded(load_model(LLAMA, sharding=sharding, kv_copies=2), sharding)
+    assert_close(cached_logits(*copied), cached_logits(load_model(LLAMA), None), 1e-5)
+    spec = cache_spec(copied.model.config, page_size=4, codec="f32")
+    keys = Cache.dense(spec, num_sequences=2, capacity=8, sharding=sharding).pools[0].keys.data
+    assert {shard.data.shape[1] for shard in keys.addressable_shards} == {1}
+
+
 def test_no_step_gathers_a_cache(sharded: Sharded):
     decoding = make_decoding(sharded, capacity=512)
     state = begin(decoding, reference("tokens").tolist(), max_new_tokens=1)

@@ -5,6 +5,7 @@ Knows rules and shardings; no format and no model.
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +206,8 @@ def _read_piece(
     source: TensorSource, rule: TensorRule, index: tuple[slice, ...]
 ) -> Shaped[np.ndarray, "..."]:
     """Read a piece of what a rule places, in the axes of its place."""
+    if rule.head_copies is not None:
+        return _read_copies(source, rule, rule.head_copies, index)
     if rule.permuted_heads is not None:
         return _read_rows(source, rule, rule.permuted_heads, index)
     # A stack's axis is not the tensor's.
@@ -219,6 +222,21 @@ def _read_piece(
     if rule.is_transposed:
         read = read.swapaxes(-1, -2)
     return read.astype(np.float32) + np.float32(rule.offset) if rule.offset else read
+
+
+def _read_copies(
+    source: TensorSource, rule: TensorRule, head_copies: tuple[int, int], index: tuple[slice, ...]
+) -> Shaped[np.ndarray, "..."]:
+    """Read rows of heads that each stand there several times, side by side."""
+    num_heads, copies = head_copies
+    rows, *columns = index
+    head_dim = rule.placed_shape[0] // (num_heads * copies)
+    first, last = rows.start // (copies * head_dim), -(-rows.stop // (copies * head_dim))
+    once = replace(rule, head_copies=None)
+    read = _read_piece(source, once, (slice(first * head_dim, last * head_dim), *columns))
+    heads = read.reshape(last - first, head_dim, *read.shape[1:]).repeat(copies, axis=0)
+    start = first * copies * head_dim
+    return heads.reshape(-1, *read.shape[1:])[rows.start - start : rows.stop - start]
 
 
 def _read_rows(

@@ -5,13 +5,13 @@ Knows which reader serves which format; knows no layer.
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jkv.models.families import ModelConfig
+from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.fields import read_json_object
 from jkv.models.gguf_config import config_from_gguf
 from jkv.models.hf_config import config_from_hf
@@ -65,13 +65,28 @@ class StoredModel:
         return checkpoint_fingerprint(self.location.path) if self.source is None else fingerprint(self.source)
 
 
-def open_model(name_or_path: str | Path) -> StoredModel:
+def open_model(name_or_path: str | Path, *, kv_copies: int = 1) -> StoredModel:
     """Find a model and read its configuration; `resolve_model` says what names it.
 
+    Args:
+        name_or_path: a bundled model's name, a file, a folder or a hub id.
+        kv_copies: see `jkv.models.families.with_kv_copies`.
+
     Raises:
-        ValueError: nothing of that name, a damaged file, or a model that jkv does not compute.
+        ValueError: nothing of that name, a damaged file, a model that jkv does not compute, or one whose KV
+            heads cannot be copied so.
     """
-    location = resolve_model(name_or_path)
+    stored = _open(resolve_model(name_or_path))
+    if kv_copies > 1 and stored.location.format == "checkpoint":
+        raise ValueError(
+            f"{stored.location.path}: kv_copies must be 1 for a checkpoint of Orbax, which holds KV heads as "
+            f"they were saved, got {kv_copies}"
+        )
+    with _naming(stored.location.path):
+        return replace(stored, config=with_kv_copies(stored.config, kv_copies))
+
+
+def _open(location: ModelLocation) -> StoredModel:
     if location.format == "checkpoint":
         return StoredModel(location, read_checkpoint_config(location.path), None)
     if location.format == "gguf":

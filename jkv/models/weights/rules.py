@@ -33,6 +33,8 @@ class TensorRule:
             is for other rules.
         is_transposed: the last two axes change places.
         offset: added to each entry.
+        head_copies: heads that the placed rows are, and how often each is placed, copies side by side; None:
+            once.
     """
 
     source: str
@@ -44,6 +46,7 @@ class TensorRule:
     part: tuple[int, int, int, int] | None = None
     is_transposed: bool = False
     offset: float = 0.0
+    head_copies: tuple[int, int] | None = None
 
     @property
     def placed_shape(self) -> tuple[int, ...]:
@@ -54,6 +57,8 @@ class TensorRule:
             shape[axis] = len(range(*entries))
         if self.is_transposed:
             shape[-2:] = reversed(shape[-2:])
+        if self.head_copies is not None:
+            shape[0] *= self.head_copies[1]
         return (*(1,) * (len(self.index) - len(shape)), *shape)
 
 
@@ -162,20 +167,30 @@ def _norms(config: ModelConfig) -> dict[str, int]:
 
 
 class _Map(NamedTuple):
-    """A linear map, its weight `[out, in]`; `heads` counts those whose rows are rotated."""
+    """A linear map, its weight `[out, in]` in the checkpoint.
+
+    Attributes:
+        shape: of the weight.
+        has_bias: whether it has a bias `[out]`.
+        heads: those whose rows are rotated.
+        head_copies: see `TensorRule`.
+    """
 
     shape: tuple[int, int]
     has_bias: bool
     heads: int | None = None
+    head_copies: tuple[int, int] | None = None
 
 
 def _attention_maps(config: ModelConfig) -> dict[str, _Map]:
     embed, bias = config.embed_dim, config.has_qkv_bias
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    num_kv_heads = config.num_kv_heads // config.kv_copies
+    q, kv = config.num_heads * config.head_dim, num_kv_heads * config.head_dim
+    copies = None if config.kv_copies == 1 else (num_kv_heads, config.kv_copies)
     return {
         "attention.q_proj": _Map((q, embed), bias, config.num_heads),
-        "attention.k_proj": _Map((kv, embed), bias, config.num_kv_heads),
-        "attention.v_proj": _Map((kv, embed), bias),
+        "attention.k_proj": _Map((kv, embed), bias, num_kv_heads, copies),
+        "attention.v_proj": _Map((kv, embed), bias, head_copies=copies),
         "attention.o_proj": _Map((embed, q), config.has_output_bias),
     }
 
@@ -246,13 +261,14 @@ def _map_rules(config: ModelConfig, maps: dict[str, _Map], format: Format) -> It
     places = {
         target: place for name, targets in fused.items() for target, place in _places(name, targets, maps)
     }
-    for target, (shape, has_bias, heads) in maps.items():
+    for target, (shape, has_bias, heads, copies) in maps.items():
         source, rows, num_rows = places.get(target, (_name(target, config, format), None, shape[0]))
         part = None if rows is None else (0, *rows, 1)
         heads = heads if heads_count else None
-        yield TensorRule(f"{source}.weight", f"{target}.weight", (num_rows, shape[1]), heads, part=part)
-        if has_bias:
-            yield TensorRule(f"{source}.bias", f"{target}.bias", (num_rows,), heads, part=part)
+        for parameter, sizes in (("weight", (num_rows, shape[1])), ("bias", (num_rows,))):
+            if parameter == "weight" or has_bias:
+                name = f"{target}.{parameter}"
+                yield TensorRule(f"{source}.{parameter}", name, sizes, heads, part=part, head_copies=copies)
 
 
 def _places(
@@ -270,7 +286,7 @@ def _expert_rules(config: ModelConfig, mixture: MixtureConfig, format: Format) -
         yield from _interleaved_rules(config, mixture)
         return
     num_experts = mixture.routing.num_experts
-    for target, (shape, has_bias, _) in _mlp_maps(config, "mlp.experts", mixture.mlp_dim).items():
+    for target, (shape, has_bias, *_) in _mlp_maps(config, "mlp.experts", mixture.mlp_dim).items():
         name = _name(target, config, format)
         if format == "gguf":
             stack = (num_experts, *shape)

@@ -134,6 +134,18 @@ def test_interleaved_rows_come_back_in_halves(head_dim: int, columns: tuple, spe
     np.testing.assert_array_equal(load_parameters(source, [rule], {"q": target})["q"], plain)
 
 
+@pytest.mark.parametrize("columns", [(), (8,)])
+@pytest.mark.parametrize("spec", [(), ("data",), (("data", "model"),)])
+def test_heads_are_copied_side_by_side(columns: tuple, spec: tuple):
+    plain = make_normal(4 * 6, *columns)
+    source = ArraySource({"k": interleave_rows(plain, 4)})
+    rule = TensorRule("k", "k", plain.shape, permuted_heads=4, head_copies=(4, 3))
+    sharding = NamedSharding(make_mesh(4, 2), PartitionSpec(*spec))
+    expected = plain.reshape(4, 6, *columns).repeat(3, axis=0).reshape(72, *columns)
+    target = jax.ShapeDtypeStruct(expected.shape, jnp.float32, sharding=sharding)
+    np.testing.assert_array_equal(load_parameters(source, [rule], {"k": target})["k"], expected)
+
+
 def test_a_missing_tensor_is_named():
     with pytest.raises(ValueError, match=r"lacks tensors: \['file.c'\]"):
         load_parameters(make_source(), [A, B, TensorRule("file.c", "c", (2,))], make_targets([A, B]))
