@@ -72,6 +72,8 @@ def test_padding_of_a_row_gives_finite_logits():
         ({"has_qkv_bias": True}, {"q_proj.bias", "k_proj.bias", "v_proj.bias"}),
         ({"has_output_bias": True}, {"o_proj.bias"}),
         ({"has_mlp_bias": True}, {"gate_proj.bias", "up_proj.bias", "down_proj.bias"}),
+        ({"has_sinks": True}, {"attention.sinks"}),
+        ({"has_post_norms": True}, {"attention_post_norm.scale", "mlp_post_norm.scale"}),
     ],
 )
 def test_a_switch_adds_its_parameters_and_no_others(switch: dict, names: set[str]):

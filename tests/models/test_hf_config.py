@@ -157,7 +157,11 @@ def test_a_gpt_oss_of_transformers_4_has_yarn_and_every_second_layer_a_window():
         ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
         ("Gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
         ("Gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),
-        ("Mixtral", {"num_experts_per_tok": 2}, r"as num_local_experts or num_experts or .* got \[\], without"),
+        (
+            "Mixtral",
+            {"num_experts_per_tok": 2},
+            r"as num_local_experts or num_experts or .* got \[\], without",
+        ),
         ("Mixtral", {"num_local_experts": 4}, r"got \[4\], without \['num_experts_per_tok'\]"),
         (
             "Mixtral",

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jkv.layers.mlp import Gating
+from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import ModelConfig
+from jkv.models.families import MixtureConfig, ModelConfig
 from jkv.models.weights.checkpoint import (
     checkpoint_fingerprint,
     is_checkpoint,
@@ -36,6 +38,9 @@ CONFIG = ModelConfig(
     rope=RopeConfig(dim=8, scaling="yarn", factor=4.0, frequency_factors=(1.0, 1.0, 2.0, 8.0)),
     max_length=512,
     windows=(None, 16),
+    window_rope=RopeConfig(dim=8),
+    gating=Gating(limit=7.0),
+    mixture=MixtureConfig(Routing(4, 2, "sigmoid"), 32),
     eos_token_ids=(2, 7),
 )
 
