@@ -24,7 +24,7 @@ from kernels_pallas.latent_attention import LatentArguments, UpProjections
 from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling
 from kernels_pallas.slots import as_matrices, padded, slots_of
 
-Chosen = Literal["reference", "xla", "pallas_gpu"]
+Chosen = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 Implementation = Literal["auto", Chosen]
 Where = tuple[int, Int[Array, ""] | int]
 
@@ -82,6 +82,8 @@ def choose(
 def _kernel_of_platform() -> Chosen | None:
     """Return the kernel for the devices here; None where there is none."""
     device = jax.local_devices()[0]
+    if device.platform == "tpu":
+        return "pallas_tpu"
     # Products of a warp group are an instruction of compute capability 9.0 alone.
     if device.platform == "gpu" and device.compute_capability == "9.0":
         return "pallas_gpu"
@@ -152,11 +154,10 @@ def attend(
     _check_heads(spec, key, value)
     if query.shape[-1] != spec.head_dim:
         raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
-    tiling = tiling or Tiling()
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
         query, key, value, sinks = heads
-        pieces = batch.pieces(tiling.query_tokens)
+        pieces = batch.pieces((tiling or Tiling()).query_tokens)
         recent = _keys_as_given(pool, key, batch, pieces, layer)
         if key is not None:
             pool = _write(cache.spec, pool, key, value, batch, group, layer)

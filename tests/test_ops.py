@@ -151,6 +151,27 @@ def test_auto_chooses_a_gpus_kernel_where_it_takes_the_call_and_says_so(
 
 
 @pytest.mark.parametrize(
+    ("page_size", "chosen", "said"),
+    [
+        (16, "pallas_tpu", "auto -> pallas_tpu"),
+        (8, "xla", "auto -> xla: a page of keys must be a multiple of 16 rows of 128 lanes, got 8"),
+    ],
+)
+def test_auto_chooses_a_tpus_kernel_where_it_takes_the_call_and_says_so(
+    page_size: int, chosen: str, said: str, monkeypatch, caplog
+):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="tpu")])
+    pages = Pages(jnp.zeros((2, 1, page_size, 128), jnp.bfloat16))
+    rows = jnp.zeros(1, jnp.int32)
+    call = PagedArguments(
+        jnp.zeros((1, 1, 1, 128)), pages, pages, jnp.zeros((1, 2), jnp.int32), rows, rows, 0
+    )
+    with caplog.at_level("INFO", "jkv.ops"):
+        assert ops.choose("auto", call) == chosen
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
     ("key", "value", "where", "message"),
     [
         (make_heads(2), None, (0, 0), "given together or not at all"),

@@ -68,7 +68,7 @@ class ModelOptions:
     """How layers with a sliding window store keys and values."""
     scales: Path | None = None
     """File of `jkv calibrate` for codecs whose names end in _static."""
-    attention: Literal["auto", "reference", "xla", "pallas_gpu"] | None = None
+    attention: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None
     """Implementation of attention."""
 
 

@@ -123,7 +123,7 @@ class EngineSection(Section):
 
     max_sequences: Count
     prefill_buckets: tuple[Count, ...] = (16, 64, 256, 512)
-    attention: Literal["auto", "reference", "xla", "pallas_gpu"] = "auto"
+    attention: Literal["auto", "reference", "xla", "pallas_tpu", "pallas_gpu"] = "auto"
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     sampling: SamplingSection = field(default_factory=SamplingSection)
 

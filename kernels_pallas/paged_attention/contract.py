@@ -6,7 +6,7 @@ Checks shapes only; every refusal names the sizes.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,8 @@ class PageSizes:
     scales: tuple[int, ...] | None = None
 
 
+# Checked annotations would refuse the shapes that stand for arrays before a program is compiled.
+@no_type_check
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["data", "scale", "zero"], meta_fields=["entry", "stated"]
 )

@@ -49,3 +49,18 @@ SHAPES: dict[str, Shape] = {
     "gpt_oss_sinks_decode": Shape(8, 1, 64, page_size=16, time=1, window=20, has_sinks=True),
     "gpt_oss_sinks_chunk": Shape(8, 1, 64, page_size=64, time=7, has_sinks=True),
 }
+
+# Calls of published models and of their shards as they are served: for compilers and benchmarks.
+MODELS: dict[str, Shape] = {
+    "llama3_8b": Shape(32, 8, 128, page_size=128, time=1, totals=(8192,) * 64),
+    "llama3_8b_small_pages": Shape(32, 8, 128, page_size=32, time=1, totals=(8192,) * 64),
+    "llama3_8b_chunk": Shape(32, 8, 128, page_size=128, time=512, totals=(8192,) * 4),
+    "llama3_70b": Shape(64, 8, 128, page_size=128, time=1, totals=(8192,) * 64),
+    "llama3_70b_of_8": Shape(8, 1, 128, page_size=128, time=1, totals=(8192,) * 64),
+    "qwen3_30b_a3b": Shape(32, 4, 128, page_size=128, time=1, totals=(8192,) * 64),
+    "gemma3_27b_window": Shape(32, 16, 128, page_size=128, time=1, totals=(8192,) * 64, window=1024),
+    "gpt_oss_120b": Shape(64, 8, 64, page_size=128, time=1, totals=(8192,) * 64, has_sinks=True),
+    "gpt_oss_120b_window": Shape(
+        64, 8, 64, page_size=128, time=1, totals=(8192,) * 64, window=128, has_sinks=True
+    ),
+}
