@@ -9,7 +9,9 @@ sequence's splits by their log-sum-exp.
 Grid: `Tiling.num_programs`, whatever the batch; which splits there are is worked out on the device beside the
 kernel, so cost follows the tokens held. Blocks and splits begin at multiples of their size: no result depends
 on the rest of the batch. Shared memory: a query, a few blocks of keys and values, the weights of one block.
-Logits, softmax and sums are float32; weights are rounded to the pool's dtype, as tensor cores ask.
+Logits, softmax and sums are float32; queries and weights are rounded to the dtype they are multiplied in, as
+tensor cores ask: the pool's, bfloat16 for int8 and float16 for fp8, to which Hopper converts fast. Scales of
+keys multiply logits, those of values weights.
 
 An entry of the table that names no page is read as the layer's first page and masked, as are dead slots of a
 page; their values are zeroed before the product, since 0 * NaN is NaN.
@@ -17,7 +19,7 @@ page; their values are zeroed before the product, since 0 * NaN is NaN.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.paged_attention.contract import PagedArguments, Tiling
+from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Tiling
 
 # Keys of a block: the M of one wgmma.
 BLOCK_TOKENS = 64
@@ -47,11 +49,57 @@ _NO_POSITION = jnp.iinfo(jnp.int32).max
 # A vector of a block's slots, and one of its query rows, as a wgmma's accumulator has them.
 _BY_SLOT = plgpu.Layout.WGMMA.reduce(1)
 _BY_ROW = plgpu.Layout.WGMMA.reduce(0)
-# Rows of 128 bytes, swizzled: what both TMA and wgmma take.
-_TILED = (
-    plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-    plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-)
+# Bits of fp8 numbers, and what the numbers are.
+_FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+
+
+class _Form(NamedTuple):
+    """How keys or values are stored, and multiplied.
+
+    Attributes:
+        entry: see `Pages`.
+        stored: dtype of the pool.
+        dtype: what entries are converted to, and what they are multiplied with.
+        scaling: whether a token and head, or a head, has a scale.
+    """
+
+    entry: str
+    stored: jnp.dtype
+    dtype: jnp.dtype
+    scaling: Literal["none", "token", "head"]
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether tensor cores do not take entries as they are stored."""
+        return self.stored != self.dtype
+
+
+class _Pool(NamedTuple):
+    """Keys or values of all layers.
+
+    Attributes:
+        data: entries, `[page, kv_head, slot, head_dim]`.
+        scale: of a token and head, `[page, kv_head, slot]`, or of a head, `[kv_head]`.
+    """
+
+    data: Any
+    scale: Any
+
+
+class _Blocks(NamedTuple):
+    """Keys or values in shared memory.
+
+    Attributes:
+        data: blocks on their way or in use, `[stage, slot, head_dim]`.
+        scale: their tokens' scales, `[stage, slot]`.
+        numbers: the block in use, converted, `[slot, head_dim]`.
+        barriers: `[stage]`, passed when a block is there.
+    """
+
+    data: Any
+    scale: Any
+    numbers: Any
+    barriers: Any
 
 
 class _Sizes(NamedTuple):
@@ -69,6 +117,8 @@ class _Sizes(NamedTuple):
         max_splits: splits of a sequence at most.
         num_stages: blocks of keys and values on their way or in use.
         num_programs: programs of the kernel.
+        keys: form of the keys.
+        values: form of the values.
         scale: multiplies the logits.
         window: see `reference`.
         soft_cap: see `reference`.
@@ -85,6 +135,8 @@ class _Sizes(NamedTuple):
     max_splits: int
     num_stages: int
     num_programs: int
+    keys: _Form
+    values: _Form
     scale: float
     window: int | None
     soft_cap: float | None
@@ -118,24 +170,44 @@ class _Splits(NamedTuple):
 
 def refusal(arguments: PagedArguments) -> str | None:
     """Return why the kernel does not take a call, in one sentence; None where it does."""
-    pools = (arguments.keys, arguments.values)
-    head_dim, page_size = arguments.keys.head_dim, arguments.keys.data.shape[2]
-    dtypes = {pages.data.dtype for pages in pools}
-    if any(pages.scale is not None for pages in pools) or dtypes not in (
-        {jnp.dtype("bfloat16")},
-        {jnp.dtype("float16")},
-    ):
-        return (
-            "the GPU kernel takes pools of bfloat16 or of float16 without scales, got "
-            f"{' and '.join(str(pages.data.dtype) for pages in pools)}; use 'xla'"
-        )
-    if head_dim not in (64, 128, 192, 256):
-        return f"the GPU kernel takes heads of 64, 128, 192 or 256 entries, got {head_dim}; use 'xla'"
+    head_dim, page_size = arguments.keys.head_dim, arguments.keys.page_size
+    for pages in (arguments.keys, arguments.values):
+        if _form(pages) is None:
+            scales = "no scale" if pages.scale is None else f"scales {pages.scale.shape}"
+            return (
+                "the GPU kernel takes bfloat16 and float16 without scales, int8 and fp8 with those of tokens "
+                f"or heads, got entries of {pages.entry} in {pages.data.dtype} with {scales}; use 'xla'"
+            )
+    rows = {pages.data.shape[2:] for pages in (arguments.keys, arguments.values)}
+    if rows != {(page_size, head_dim)}:
+        return f"the GPU kernel takes pools of layout 'plain', got pages of {page_size} slots in rows {rows}"
+    is_converted = arguments.keys.scale is not None or arguments.values.scale is not None
+    allowed = (64, 128) if is_converted else (64, 128, 192, 256)
+    if head_dim not in allowed:
+        # Wider blocks, converted, take more registers than there are.
+        kind = "int8 and fp8" if is_converted else "bfloat16 and float16"
+        sizes = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
+        return f"the GPU kernel takes {kind} heads of {sizes} entries, got {head_dim}; use 'xla'"
     if page_size < 8 or (BLOCK_TOKENS % page_size and page_size % BLOCK_TOKENS):
         return (
             f"the GPU kernel takes pages of 8, 16, 32 or a multiple of 64 tokens, got {page_size}; use 'xla'"
         )
     return None
+
+
+def _form(pages: Pages) -> _Form | None:
+    """Return how pages are stored and multiplied; None where they cannot be."""
+    bfloat16, float16, stored = jnp.dtype("bfloat16"), jnp.dtype("float16"), pages.data.dtype
+    is_float = pages.entry == "number" and stored in (bfloat16, float16)
+    if is_float and pages.scale is None:
+        return _Form(pages.entry, stored, stored, "none")
+    is_narrow = pages.entry in _FP8 or (pages.entry == "number" and stored == jnp.int8)
+    if not is_narrow or pages.scale is None or pages.zero is not None:
+        return None
+    if pages.scale.shape not in (pages.data.shape[:3], pages.data.shape[1:2]):
+        return None
+    dtype = float16 if pages.entry in _FP8 else bfloat16
+    return _Form(pages.entry, stored, dtype, "head" if pages.scale.ndim == 1 else "token")
 
 
 def paged_attention(
@@ -162,11 +234,12 @@ def paged_attention(
 
     # [seq, kv_head, time * group, head_dim]: the queries of one KV head are rows of one product.
     rows = query.reshape(num_seqs, time, sizes.num_kv_heads, group, head_dim).swapaxes(1, 2)
-    rows = rows.reshape(num_seqs, sizes.num_kv_heads, time * group, head_dim).astype(keys.data.dtype)
+    rows = rows.reshape(num_seqs, sizes.num_kv_heads, time * group, head_dim).astype(sizes.keys.dtype)
     padding = sizes.row_blocks * sizes.rows - time * group
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
     splits = _plan(arguments, sizes, group, padding)
-    partial = _attend(rows, keys.data, values.data, arguments.page_table, splits, sizes)
+    pools = _Pool(keys.data, keys.scale), _Pool(values.data, values.scale)
+    partial = _attend(rows, *pools, arguments.page_table, splits, sizes)
     out, log_sum = _merge(*partial, splits.of_sequences, sizes)
 
     def regroup(x: jax.Array) -> jax.Array:
@@ -190,7 +263,7 @@ def _sizes(
     window: int | None,
     soft_cap: float | None,
 ) -> _Sizes:
-    query, keys, _, table = arguments[:4]
+    query, keys, values, table = arguments[:4]
     num_seqs, time, num_heads, head_dim = query.shape
     _, num_kv_heads, page_size, _ = keys.data.shape
     query_rows = time * (num_heads // num_kv_heads)
@@ -201,7 +274,10 @@ def _sizes(
     split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
     # A window may begin within a split.
     max_splits = -(-capacity // split) + (window is not None)
-    block_bytes = 2 * BLOCK_TOKENS * head_dim * keys.data.dtype.itemsize
+    forms = _form(keys), _form(values)
+    assert forms[0] is not None
+    assert forms[1] is not None
+    block_bytes = BLOCK_TOKENS * head_dim * sum(form.stored.itemsize for form in forms if form)
     return _Sizes(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -214,6 +290,8 @@ def _sizes(
         max_splits=max_splits,
         num_stages=max(2, min(4, _BYTES_AHEAD // block_bytes)),
         num_programs=min(tiling.num_programs, num_seqs * max_splits * num_parts),
+        keys=forms[0],
+        values=forms[1],
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -253,16 +331,14 @@ def _plan(arguments: PagedArguments, sizes: _Sizes, group: int, padding: int) ->
 
 def _attend(
     rows: Float[Array, "seq kv_head row head_dim"],
-    keys: Float[Array, "page kv_head slot head_dim"],
-    values: Float[Array, "page kv_head slot head_dim"],
+    keys: _Pool,
+    values: _Pool,
     table: Int[Array, "seq max_pages"],
     splits: _Splits,
     sizes: _Sizes,
 ) -> tuple[Float[Array, "split part head_dim block_row"], Float[Array, "split part block_row"]]:
     """Return each split's attended values and log-sum-exp; undefined past the last split."""
-    dtype, num_splits = keys.dtype, splits.work.shape[0]
-    block = (sizes.num_stages, BLOCK_TOKENS, sizes.head_dim)
-    arrivals = plgpu.Barrier(num_arrivals=sizes.block_pages, num_barriers=sizes.num_stages)
+    num_splits = splits.work.shape[0]
     out, log_sum = plgpu.kernel(
         functools.partial(_attend_kernel, sizes),
         out_type=[
@@ -270,13 +346,11 @@ def _attend(
             jax.ShapeDtypeStruct((num_splits, sizes.num_parts, sizes.rows), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((sizes.rows, sizes.head_dim), dtype, transforms=_TILED),
-            plgpu.SMEM(block, dtype, transforms=_TILED),
-            plgpu.SMEM(block, dtype, transforms=_TILED),
-            plgpu.SMEM((sizes.rows, BLOCK_TOKENS), dtype, transforms=_TILED),
+            _matrices((sizes.rows, sizes.head_dim), sizes.keys.dtype),
+            _blocks(sizes, sizes.keys),
+            _blocks(sizes, sizes.values),
+            _matrices((sizes.rows, BLOCK_TOKENS), sizes.values.dtype),
             plgpu.Barrier(),
-            arrivals,
-            arrivals,
         ],
         grid=(sizes.num_programs,),
         grid_names=("program",),
@@ -285,24 +359,44 @@ def _attend(
     return out, log_sum
 
 
+def _matrices(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Return the type of matrices in shared memory, tiled and swizzled as TMA and wgmma take them."""
+    row_bytes = 128 if shape[-1] * dtype.itemsize % 128 == 0 else 64
+    tiling = plgpu.TilingTransform((8, row_bytes // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def _blocks(sizes: _Sizes, form: _Form) -> _Blocks:
+    """Return the types of what shared memory holds of keys or values."""
+    block = (BLOCK_TOKENS, sizes.head_dim)
+    has_scales = form.scaling == "token"
+    return _Blocks(
+        data=_matrices((sizes.num_stages, *block), form.stored),
+        scale=plgpu.SMEM((sizes.num_stages, BLOCK_TOKENS), jnp.float32) if has_scales else None,
+        numbers=_matrices(block, form.dtype) if form.is_converted else None,
+        barriers=plgpu.Barrier(
+            num_arrivals=sizes.block_pages * (2 if has_scales else 1), num_barriers=sizes.num_stages
+        ),
+    )
+
+
 def _attend_kernel(
     sizes: _Sizes,
-    rows_ref,  # pool's dtype [seq, kv_head, row, head_dim]         GMEM
-    keys_ref,  # bfloat16 or float16 [page, kv_head, slot, head_dim]  GMEM
-    values_ref,  # the same
-    table_ref,  # int32 [seq, max_pages]                            GMEM
-    limits_ref,  # int32 [seq, row]                                 GMEM
-    work_ref,  # int32 [split, 5]                                   GMEM
-    counts_ref,  # int32 [2]                                        GMEM
-    out_ref,  # float32 [split, part, head_dim, row]                GMEM
-    log_sum_ref,  # float32 [split, part, row]                      GMEM
-    query_ref,  # pool's dtype [row, head_dim]                      SMEM
-    key_blocks_ref,  # pool's dtype [stage, slot, head_dim]         SMEM
-    value_blocks_ref,  # the same
-    weights_ref,  # pool's dtype [row, slot]                        SMEM
+    rows_ref,  # multiplied as keys are [seq, kv_head, row, head_dim]  GMEM
+    keys_pool: _Pool,  # GMEM
+    values_pool: _Pool,  # GMEM
+    table_ref,  # int32 [seq, max_pages]                               GMEM
+    limits_ref,  # int32 [seq, row]                                    GMEM
+    work_ref,  # int32 [split, 5]                                      GMEM
+    counts_ref,  # int32 [2]                                           GMEM
+    out_ref,  # float32 [split, part, head_dim, row]                   GMEM
+    log_sum_ref,  # float32 [split, part, row]                         GMEM
+    query_ref,  # multiplied as keys are [row, head_dim]               SMEM
+    keys: _Blocks,  # SMEM
+    values: _Blocks,  # SMEM
+    weights_ref,  # multiplied as values are [row, slot]               SMEM
     query_barrier,
-    key_barriers,  # [stage]
-    value_barriers,  # [stage]
 ):
     num_rows, num_stages = sizes.rows, sizes.num_stages
     program = lax.axis_index("program")
@@ -334,11 +428,11 @@ def _attend_kernel(
             for i, entry in enumerate(entries):
                 page = page_offset + jnp.where(_is_page(entry, sizes), entry, 0)
                 source, target = (page, head, pl.ds(within, tokens)), (stage, pl.ds(i * tokens, tokens))
-                for pool, blocks, barriers in (
-                    (keys_ref, key_blocks_ref, key_barriers),
-                    (values_ref, value_blocks_ref, value_barriers),
-                ):
-                    plgpu.copy_gmem_to_smem(pool.at[*source], blocks.at[*target], barriers.at[stage])
+                for pool, blocks in ((keys_pool, keys), (values_pool, values)):
+                    barrier = blocks.barriers.at[stage]
+                    plgpu.copy_gmem_to_smem(pool.data.at[*source], blocks.data.at[*target], barrier)
+                    if blocks.scale is not None:
+                        plgpu.copy_gmem_to_smem(pool.scale.at[*source], blocks.scale.at[*target], barrier)
 
         ahead = []
         for stage in range(num_stages):
@@ -355,9 +449,9 @@ def _attend_kernel(
             begin, named = block * BLOCK_TOKENS, ahead[0]
             positions = _live_positions(begin, named, first_seen, end, sizes)
 
-            plgpu.barrier_wait(key_barriers.at[stage])
-            logits = _product(key_blocks_ref.at[stage], query_ref.transpose((1, 0)))
-            logits = _scaled(logits, sizes)
+            plgpu.barrier_wait(keys.barriers.at[stage])
+            logits = _product(_numbers(keys, sizes.keys, stage), query_ref.transpose((1, 0)))
+            logits = _scaled(logits, keys, keys_pool, stage, head, sizes)
             is_seen = _wide(positions, num_rows) < _tall(limits, BLOCK_TOKENS)
             if sizes.window is not None:
                 is_seen &= _wide(positions, num_rows) >= _tall(limits - sizes.window, BLOCK_TOKENS)
@@ -367,22 +461,24 @@ def _attend_kernel(
             weights = jnp.exp2(logits - _tall(shift, BLOCK_TOKENS))
             keep = jnp.exp2(peak - shift)
             total = total * _tall(keep, BLOCK_TOKENS) + weights
-            weights_ref.transpose((1, 0))[...] = weights.astype(weights_ref.dtype)
-            plgpu.commit_smem()
 
-            plgpu.barrier_wait(value_barriers.at[stage])
+            plgpu.barrier_wait(values.barriers.at[stage])
+            weights, unit_scale = _scaled_weights(weights, values, stage, positions, sizes.values)
+            weights_ref.transpose((1, 0))[...] = weights.astype(weights_ref.dtype)
+            numbers_ref = _numbers(values, sizes.values, stage)
             is_whole = named == (1 << sizes.block_pages) - 1
             is_whole &= (begin >= first_seen) & (begin + BLOCK_TOKENS <= end)
 
             @pl.when(jnp.logical_not(is_whole))
             def _zero_the_dead() -> None:
-                block_ref = value_blocks_ref.at[stage]
-                values = plgpu.load(block_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+                numbers = plgpu.load(numbers_ref, layout=plgpu.Layout.WGMMA, optimized=False)
                 is_live = _wide(positions < _NO_POSITION, sizes.head_dim)
-                block_ref[...] = jnp.where(is_live, values, jnp.zeros((), values.dtype))
-                plgpu.commit_smem()
+                numbers_ref[...] = jnp.where(is_live, numbers, jnp.zeros((), numbers.dtype))
 
-            update = _product(value_blocks_ref.at[stage].transpose((1, 0)), weights_ref.transpose((1, 0)))
+            plgpu.commit_smem()
+            update = _product(numbers_ref.transpose((1, 0)), weights_ref.transpose((1, 0)))
+            if unit_scale is not None:
+                update = update * unit_scale
             sums = sums * _tall(keep, sizes.head_dim) + update
             # The entries of the block after this one are on their way while it is attended.
             later = read_table(block + num_stages + 1)
@@ -399,7 +495,10 @@ def _attend_kernel(
         carry = (tuple(ahead), read_table(first_block + num_stages), *empty)
         _, _, peak, total, sums = lax.fori_loop(0, num_blocks, attend_block, carry)
         total = total.sum(axis=0)
-        out_ref.at[split, part][...] = sums / _tall(jnp.where(total == 0, 1.0, total), sizes.head_dim)
+        sums = sums / _tall(jnp.where(total == 0, 1.0, total), sizes.head_dim)
+        out_ref.at[split, part][...] = (
+            sums * values_pool.scale[head] if sizes.values.scaling == "head" else sums
+        )
         log_sum_ref.at[split, part][...] = _log_sum(peak, total)
 
     num_units = counts_ref[0] * sizes.num_parts
@@ -456,13 +555,52 @@ def _product(left_ref: Any, right_ref: Any) -> jax.Array:
     )
 
 
-def _scaled(products: jax.Array, sizes: _Sizes) -> jax.Array:
+def _numbers(blocks: _Blocks, form: _Form, stage: jax.Array) -> Any:
+    """Return the block in use as numbers that tensor cores take, in shared memory."""
+    if not form.is_converted:
+        return blocks.data.at[stage]
+    entries = blocks.data[stage]
+    if form.entry in _FP8:
+        entries = lax.bitcast_convert_type(entries, _FP8[form.entry])
+    blocks.numbers[...] = entries.astype(form.dtype)
+    plgpu.commit_smem()
+    return blocks.numbers
+
+
+def _scaled(
+    products: jax.Array, keys: _Blocks, pool: _Pool, stage: jax.Array, head: jax.Array, sizes: _Sizes
+) -> jax.Array:
     """Return logits in units of the logarithm to base 2."""
+    factor = sizes.scale * _LOG2_E
+    if sizes.soft_cap is not None:
+        factor *= 2 / sizes.soft_cap
+    if keys.scale is not None:
+        scales = plgpu.load(keys.scale.at[stage], layout=_BY_SLOT, optimized=False)
+        logits = products * _wide(scales * factor, sizes.rows)
+    else:
+        logits = products * (pool.scale[head] * factor if sizes.keys.scaling == "head" else factor)
     if sizes.soft_cap is None:
-        return products * (sizes.scale * _LOG2_E)
+        return logits
     # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's tanh has 11 bits.
-    powers = jnp.exp2(products * (2 * sizes.scale * _LOG2_E / sizes.soft_cap))
-    return (1 - 2 / (1 + powers)) * (sizes.soft_cap * _LOG2_E)
+    return (1 - 2 / (1 + jnp.exp2(logits))) * (sizes.soft_cap * _LOG2_E)
+
+
+def _scaled_weights(
+    weights: jax.Array, values: _Blocks, stage: jax.Array, positions: jax.Array, form: _Form
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the weights times the scales of the block's values, over what their sum is yet to be scaled by.
+
+    A float16 of a weight times a small scale would be none: there the largest scale is left to the sum.
+    """
+    if values.scale is None:
+        return weights, None
+    scales = plgpu.load(values.scale.at[stage], layout=_BY_SLOT, optimized=False)
+    scales = jnp.where(positions < _NO_POSITION, scales, 0.0)
+    largest = None
+    if form.dtype == jnp.float16:
+        largest = scales.max()
+        scales = scales / jnp.where(largest == 0, 1.0, largest)
+    return weights * _wide(scales, weights.shape[1]), largest
 
 
 def _log_sum(peak: jax.Array, total: jax.Array) -> jax.Array:

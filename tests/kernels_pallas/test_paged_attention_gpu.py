@@ -1,9 +1,7 @@
 """The GPU kernel of paged attention: interpreted, with races looked for, and compiled for a GPU not here."""
 
 import functools
-import re
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
-from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling, pallas_gpu
+from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
+from ..gpu_kernels import compile_paged
 from ..loops import LARGE, LAYOUTS, SMALL, loop
 from ..loops import make_arguments as make_loop_arguments
 from ..machines import find_target
@@ -42,13 +41,31 @@ CASES = {
         Shape(16, 1, 64, page_size=32, time=5, totals=(3, 180), window=70, soft_cap=5.0, has_sinks=True),
         jnp.float16,
     ),
-    "wide_chunk_of_large_pages": (Shape(8, 1, 128, page_size=128, time=16, totals=(16, 200)), jnp.bfloat16),
 }
 GATE_CASES = {
+    "wide_chunk_of_large_pages": (Shape(8, 1, 128, page_size=128, time=16, totals=(16, 200)), jnp.bfloat16),
+} | {
     name: (shape, jnp.bfloat16)
     for name, shape in SHAPES.items()
     if shape.head_dim % 64 == 0 and shape.page_size % 8 == 0
 }
+
+
+def encode(pages: Pages, codec: str, scaling: str) -> Pages:
+    """Return float pages as int8 or fp8; dead slots hold the largest integer, or NaN, and NaN for a scale."""
+    data = np.asarray(pages.data)
+    axes = {"token": -1, "head": (0, 2, 3)}[scaling]
+    dtype = (
+        jnp.int8 if codec == "int8" else getattr(jnp, codec.replace("fp8_", "float8_").replace("m3", "m3fn"))
+    )
+    largest = 127 if codec == "int8" else float(jnp.finfo(dtype).max)
+    reduce = np.max if scaling == "token" else np.nanmax
+    scale = reduce(np.abs(data), axis=axes) / np.float32(largest)
+    numbers = data / (scale[..., None] if scaling == "token" else scale[:, None, None])
+    if codec == "int8":
+        return Pages(jnp.asarray(np.nan_to_num(np.rint(numbers), nan=127), jnp.int8), jnp.asarray(scale))
+    bits = np.asarray(numbers).astype(dtype).view(np.uint8)
+    return Pages(jnp.asarray(bits), jnp.asarray(scale), entry=codec)
 
 
 @functools.cache
@@ -99,6 +116,24 @@ def test_the_kernel_equals_the_definition_in_named_shapes(shape: Shape, dtype):
     assert_equals_the_definition(shape, dtype)
 
 
+ENCODED = [("int8", "token"), ("fp8_e4m3", "token")]
+MORE_ENCODED = [("int8", "head"), ("fp8_e4m3", "head"), ("fp8_e5m2", "token"), ("fp8_e5m2", "head")]
+
+
+@pytest.mark.parametrize(
+    ("codec", "scaling"), [*ENCODED, *(pytest.param(*case, marks=pytest.mark.gate) for case in MORE_ENCODED)]
+)
+def test_encoded_pools_cost_what_rounding_queries_and_weights_does(codec: str, scaling: str):
+    arguments, num_pages = make_arguments(DECODE)
+    exact, _ = run_reference(DECODE, arguments, num_pages)
+    rounded, _ = run_reference(DECODE, make_arguments(DECODE, jnp.bfloat16)[0], num_pages)
+    keys, values = (encode(pages, codec, scaling) for pages in (arguments.keys, arguments.values))
+    arguments = arguments._replace(keys=keys, values=values)
+    out, _ = run_kernel(DECODE, arguments, num_pages)
+    expected, _ = run_reference(DECODE, arguments, num_pages)
+    assert_close(out, expected, 2 * max(relative_errors(rounded, exact)))
+
+
 @pytest.mark.parametrize("fault", [shift_mask, drop_last_page, change_scale])
 def test_a_faulty_call_fails_the_comparison(fault):
     arguments, num_pages = make_arguments(DECODE, jnp.bfloat16, dead=0.0)
@@ -144,20 +179,33 @@ def test_what_dead_slots_hold_changes_no_bit():
     np.testing.assert_array_equal(*outs)
 
 
-def make_pool(head_dim: int = 64, page_size: int = 16, dtype=jnp.bfloat16) -> PagedArguments:
+def make_pool(
+    head_dim: int = 64, page_size: int = 16, dtype=jnp.bfloat16, has_scales: bool = False
+) -> PagedArguments:
     rows = jnp.zeros(1, jnp.int32)
-    pages = Pages(jnp.zeros((2, 1, page_size, head_dim), dtype))
+    pages = Pages(jnp.zeros((2, 1, page_size, head_dim), dtype), jnp.ones(1) if has_scales else None)
     query = jnp.zeros((1, 1, 1, head_dim))
     return PagedArguments(query, pages, pages, jnp.zeros((1, 2), jnp.int32), rows, rows, page_offset=0)
+
+
+def make_pool_in_rows_of_128() -> PagedArguments:
+    pages = Pages(jnp.zeros((2, 1, 8, 128), jnp.bfloat16), stated=PageSizes(16, 64))
+    return make_pool()._replace(keys=pages, values=pages)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (make_pool(head_dim=80), "takes heads of 64, 128, 192 or 256 entries, got 80; use 'xla'"),
+        (
+            make_pool(head_dim=80),
+            "takes bfloat16 and float16 heads of 64, 128, 192 or 256 entries, got 80; use",
+        ),
         (make_pool(page_size=4), "takes pages of 8, 16, 32 or a multiple of 64 tokens, got 4; use 'xla'"),
         (make_pool(page_size=96), "takes pages of 8, 16, 32 or a multiple of 64 tokens, got 96; use 'xla'"),
-        (make_pool(dtype=jnp.float32), "takes pools of bfloat16 or of float16 .*, got float32 and float32"),
+        (make_pool(dtype=jnp.float32), "takes bfloat16 and float16 .* of number in float32 with no scale"),
+        (make_pool(head_dim=256, dtype=jnp.int8, has_scales=True), "int8 and fp8 heads of 64 or 128 .* 256"),
+        (make_pool_in_rows_of_128(), "takes pools of layout 'plain', got pages of 16 slots in rows .*8, 128"),
+        (make_pool(dtype=jnp.int8), "with those of tokens or heads, got entries of number in int8 with no"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(arguments: PagedArguments, message: str):
@@ -165,86 +213,54 @@ def test_what_the_kernel_does_not_take_is_refused(arguments: PagedArguments, mes
         pallas_gpu.paged_attention(arguments, num_pages=2, scale=1.0)
 
 
-class Report(NamedTuple):
-    """What the assembler says of a kernel."""
-
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-
-
-def compile_for(machine: str, shape: Shape, dtype, num_pages: int, folder: Path) -> dict[str, Report]:
-    """Compile a call for a GPU that is not here, and return the reports on its kernels."""
-    mesh = find_target(machine)
-    rows = len(shape.totals)
-    pool = ((2 * num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim), dtype)
-    arrays = [
-        ((rows, shape.time, shape.num_heads, shape.head_dim), dtype),
-        *(pool, pool),
-        ((rows, 64), jnp.int32),
-        *[((rows,), jnp.int32)] * 2,
-        ((), jnp.int32),
-    ]
-
-    def call(query, keys, values, *others):
-        arguments = PagedArguments(query, Pages(keys), Pages(values), *others)
-        return pallas_gpu.paged_attention(arguments, num_pages=num_pages, **make_options(shape))
-
-    shapes = shapes_on(mesh, [jax.ShapeDtypeStruct(*array) for array in arrays])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
-        patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-        jax.jit(call).lower(*shapes).compile()
-    reports = {}
-    for file in folder.glob("*.ptxas"):
-        said = file.read_text()
-        spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
-        (shared,) = re.findall(r"smem_scratch_bytes=(\d+)", file.with_suffix(".resources.txt").read_text())
-        (registers,) = re.findall(r"Used (\d+) registers", said)
-        reports[file.stem] = Report(int(registers), sum(map(int, spills)), int(shared))
-    return reports
-
-
-AOT_SHAPES = {
-    f"{head_dim}_page_{page_size}_rows_{time * group}{'_window' if window else ''}": Shape(
-        8 * group,
-        8,
-        head_dim,
-        page_size=page_size,
-        time=time,
-        window=window,
-        soft_cap=cap,
-        has_sinks=bool(cap),
-    )
-    for head_dim, page_size, time, group, window, cap in (
-        (128, 64, 1, 4, None, None),
-        (128, 128, 16, 8, 1024, 30.0),
-        (64, 16, 1, 8, 128, None),
-        (64, 32, 16, 8, None, 30.0),
-        (192, 64, 4, 8, 1024, 50.0),
-        (256, 16, 16, 4, 1024, 50.0),
-    )
-}
+AOT_CASES = [
+    # codec, head_dim, page_size, time, query heads of a KV head, window, soft cap
+    ("bf16", 128, 64, 1, 4, None, None),
+    ("bf16", 128, 128, 16, 8, 1024, 30.0),
+    ("bf16", 64, 16, 16, 8, 128, 30.0),
+    ("bf16", 192, 64, 4, 8, 1024, None),
+    ("bf16", 256, 16, 16, 4, 1024, 50.0),
+    ("int8", 128, 64, 1, 4, None, None),
+    ("int8", 64, 16, 16, 8, 128, 30.0),
+    ("fp8_e4m3", 128, 32, 16, 8, 1024, 30.0),
+    ("fp8_e5m2", 64, 128, 4, 8, None, None),
+]
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("shape", AOT_SHAPES.values(), ids=AOT_SHAPES)
-def test_kernels_for_hopper_spill_nothing_and_fit(shape: Shape, tmp_path: Path):
+@pytest.mark.parametrize(("codec", "head_dim", "page_size", "time", "group", "window", "soft_cap"), AOT_CASES)
+def test_kernels_for_hopper_spill_nothing_and_fit(
+    codec: str, head_dim: int, page_size: int, time: int, group: int, window, soft_cap, tmp_path: Path
+):
     """Page ids above 65,536, and 2^31 entries a pool and more."""
-    entries = 2 * shape.num_kv_heads * shape.page_size * shape.head_dim
-    num_pages = max(2**16, 2**31 // entries) + 1
-    reports = compile_for("h200", shape, jnp.bfloat16, num_pages, tmp_path)
+    shape = Shape(
+        8 * group,
+        8,
+        head_dim,
+        page_size,
+        time,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=soft_cap is not None,
+    )
+    num_pages = max(2**16, 2**31 // (2 * 8 * page_size * head_dim)) + 1
+    reports = compile_paged(
+        find_target("h200"), shape, codec, num_pages=num_pages, folder=tmp_path, **make_options(shape)
+    )
     assert len(reports) == 2
     for name, report in reports.items():
-        print(name, report)
+        print(name, report[:3])
         assert report.spilled_bytes == 0
         assert report.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loop_over_the_kernel_updates_the_cache_in_place(layout: str):
+@pytest.mark.parametrize(
+    ("codec", "layout"),
+    list(zip(("bf16", "int8", "fp8_e4m3", "int8_static"), (*LAYOUTS, "paged"), strict=True)),
+)
+def test_a_loop_over_the_kernel_updates_the_cache_in_place(codec: str, layout: str):
     mesh = find_target("h200")
-    arguments = [shapes_on(mesh, make_loop_arguments("bf16", layout, nbytes)) for nbytes in (SMALL, LARGE)]
+    arguments = [shapes_on(mesh, make_loop_arguments(codec, layout, nbytes)) for nbytes in (SMALL, LARGE)]
     own = functools.partial(loop, implementation="pallas_gpu")
     assert_updates_in_place(own, *arguments, max_growth=0.03)

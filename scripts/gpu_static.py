@@ -1,0 +1,137 @@
+"""Bounds the speed of the GPU kernel by its instructions, without a GPU; for docs/kernels.md.
+
+    JAX_PLATFORMS=cpu PYTHONPATH=. python scripts/gpu_static.py --cuda FOLDER
+
+Needs the compilers of jkv[aot], and a folder that holds bin/nvdisasm: that of CUDA, or `nvidia/cu13` of the
+package nvidia-cuda-nvdisasm. Counts, for a block of 64 tokens of one KV head, the instructions that a warp
+issues in the loop over blocks, without what only blocks with dead slots run; and the clocks of one of an
+H200's 132 multiprocessors that follow for a block: of its memory traffic, of issue, of tensor cores and of
+special function units. Waiting is not counted: programs that share a multiprocessor, two and more, fill it.
+"""
+
+import argparse
+import os
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from jkv.targets import target
+from kernels_pallas.paged_attention.pallas_gpu import BLOCK_TOKENS
+from kernels_pallas.paged_attention.shapes import Shape
+from tests.gpu_kernels import compile_paged
+
+# NVIDIA's data sheet of the H200: 4.8 TB/s and 132 multiprocessors; their clock, 1.98 GHz at most.
+BYTES_PER_CLOCK = 4.8e12 / 132 / 1.98e9
+# The left operand of a wgmma of 64 x 16 16-bit numbers comes from shared memory, 128 bytes a clock.
+CLOCKS_PER_WGMMA = 64 * 16 * 2 / 128
+# Four schedulers of a multiprocessor, each with a warp of 32 threads, share 16 results a clock (CUDA C++
+# programming guide, arithmetic throughput of compute capability 9.0).
+CLOCKS_PER_SPECIAL = 32 * 4 / 16
+CLASSES = {
+    "wgmma": "HGMMA",
+    "TMA": "UTMALDG",
+    "conversions": "I2F|F2F|I2FP|F2FP|PRMT",
+    "special": "MUFU",
+    "shared": "LDS|STS|LDSM|STSM",
+    "barriers": "BAR|SYNCS|MEMBAR",
+}
+CASES = [
+    # codec, head_dim, page_size, query heads of a KV head, tokens of a query
+    ("bf16", 128, 64, 4, 1),
+    ("bf16", 128, 16, 4, 1),
+    ("bf16", 128, 64, 8, 4),
+    ("bf16", 64, 64, 8, 1),
+    ("bf16", 256, 64, 4, 1),
+    ("int8", 128, 64, 4, 1),
+    ("int8", 64, 64, 8, 1),
+    ("fp8_e4m3", 128, 64, 4, 1),
+    ("fp8_e4m3", 128, 16, 4, 1),
+]
+
+
+class Line(NamedTuple):
+    """A line of code: a label, or an instruction, where it may jump to, and whether it always does."""
+
+    label: str | None
+    operation: str = ""
+    goal: str | None = None
+    is_conditional: bool = False
+
+
+def lines_of(code: str) -> list[Line]:
+    """Return labels and instructions, in order."""
+    lines = []
+    for text in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", text):
+            lines.append(Line(label[1]))
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9]+)\S*(.*)", text):
+            goal = re.search(r"`\((\.L_x_\d+)\)", found[3])
+            lines.append(Line(None, found[2], goal[1] if goal else None, found[1] is not None))
+    return lines
+
+
+def inner_loop(code: str) -> Counter[str]:
+    """Return how often a warp issues each instruction for a block all of whose slots are live."""
+    lines = lines_of(code)
+    places = {line.label: place for place, line in enumerate(lines) if line.label}
+    jumps = [(place, places[line.goal]) for place, line in enumerate(lines) if line.goal in places]
+    # Code that waits lies behind the kernel's end, and jumps back to where it was come from whatever happens.
+    loops = [
+        (begin, end)
+        for end, begin in jumps
+        if begin < end
+        and lines[end].is_conditional
+        and "HGMMA" in {line.operation for line in lines[begin:end]}
+    ]
+    begin, end = min(loops, key=lambda loop: loop[1] - loop[0])
+    skipped = set()
+    for place, goal in jumps:
+        if begin < place < goal < end:
+            over = [line.operation for line in lines[place + 1 : goal]]
+            if "STSM" in over and not {"HGMMA", "UTMALDG"} & set(over):
+                skipped |= set(range(place + 1, goal))
+    kept = (lines[place] for place in range(begin, end + 1) if place not in skipped)
+    return Counter(line.operation for line in kept if line.operation)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cuda", type=Path, required=True, help="folder that holds bin/nvdisasm")
+    cuda = parser.parse_args().cuda
+    if not (cuda / "bin" / "nvdisasm").exists():
+        parser.error(f"there is no bin/nvdisasm in {cuda}")
+    os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(cuda.resolve())
+    mesh = target("h200")
+    columns = ["codec", "head", "page", "queries", "registers", "shared KB", "instructions", *CLASSES]
+    bounds = ["memory", "issue", "tensor", "special"]
+    print("| " + " | ".join([*columns, *(f"{bound} clocks" for bound in bounds), "bound by"]) + " |")
+    print("|" + "---|" * (len(columns) + len(bounds) + 1))
+    for codec, head_dim, page_size, group, time in CASES:
+        shape = Shape(8 * group, 8, head_dim, page_size, time)
+        with tempfile.TemporaryDirectory() as folder:
+            reports = compile_paged(mesh, shape, codec, num_pages=2**16, folder=Path(folder), scale=0.1)
+        (report,) = (report for name, report in reports.items() if "merge" not in name)
+        assert report.code is not None
+        counts = inner_loop(report.code)
+        classes = {
+            name: sum(count for operation, count in counts.items() if re.fullmatch(pattern, operation))
+            for name, pattern in CLASSES.items()
+        }
+        token_bytes = 2 * (2 * head_dim if codec == "bf16" else head_dim + 4)
+        clocks = {
+            "memory": BLOCK_TOKENS * token_bytes / BYTES_PER_CLOCK,
+            "issue": counts.total(),
+            "tensor": classes["wgmma"] * CLOCKS_PER_WGMMA,
+            "special": classes["special"] * CLOCKS_PER_SPECIAL,
+        }
+        sizes = [codec, head_dim, page_size, group * time, report.registers, report.shared_bytes // 1024]
+        cells = [*sizes, counts.total(), *classes.values(), *(f"{clocks[bound]:.0f}" for bound in bounds)]
+        print("| " + " | ".join(map(str, [*cells, max(clocks, key=clocks.__getitem__)])) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Kernels compiled for a GPU that is not here, and what their assembler says of them."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jkv.targets import shapes_on
+from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu
+from kernels_pallas.paged_attention.shapes import Shape
+
+
+class Report(NamedTuple):
+    """What the assembler says of a kernel.
+
+    Attributes:
+        registers: of a thread.
+        spilled_bytes: stores and loads of registers that there are not.
+        shared_bytes: of shared memory.
+        code: the instructions, where MOSAIC_GPU_DUMP_SASS and _CUDA_ROOT ask for them; else None.
+    """
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    code: str | None
+
+
+def compile_paged(
+    mesh: Mesh, shape: Shape, codec: str, *, num_pages: int, folder: Path, **options: Any
+) -> dict[str, Report]:
+    """Compile a call of paged attention, over two layers of pages, and return a report for each kernel.
+
+    Args:
+        mesh: from `jkv.targets.target`.
+        shape: sizes; the page table is 64 pages wide.
+        codec: `bf16`, or `int8`, `fp8_e4m3` or `fp8_e5m2` with scales of tokens and heads.
+        num_pages: pages of a layer.
+        folder: an empty one, for what the compiler writes.
+        options: of the kernel.
+    """
+    rows = len(shape.totals)
+    slots = (2 * num_pages, shape.num_kv_heads, shape.page_size)
+    stored = {"bf16": jnp.bfloat16, "int8": jnp.int8}.get(codec, jnp.uint8)
+    pool, scale = ((*slots, shape.head_dim), stored), (slots, jnp.float32)
+    arrays = [
+        ((rows, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16),
+        *(pool, scale, pool, scale),
+        ((rows, 64), jnp.int32),
+        *[((rows,), jnp.int32)] * 2,
+        ((), jnp.int32),
+    ]
+
+    def call(query, keys, key_scale, values, value_scale, *others):
+        entry = codec if codec.startswith("fp8") else "number"
+        if codec == "bf16":
+            key_scale = value_scale = None
+        pages = Pages(keys, key_scale, entry=entry), Pages(values, value_scale, entry=entry)
+        return pallas_gpu.paged_attention(
+            PagedArguments(query, *pages, *others), num_pages=num_pages, **options
+        )
+
+    os.environ |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    try:
+        jax.jit(call).lower(*shapes_on(mesh, [jax.ShapeDtypeStruct(*array) for array in arrays])).compile()
+    finally:
+        del os.environ["MOSAIC_GPU_DUMP_TO"], os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+    return {file.stem: _report(file) for file in folder.glob("*.ptxas")}
+
+
+def _report(file: Path) -> Report:
+    said, resources = file.read_text(), file.with_suffix(".resources.txt").read_text()
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    (shared,) = re.findall(r"smem_scratch_bytes=(\d+)", resources)
+    code = file.with_suffix(".sass_ctrl")
+    text = code.read_text() if code.exists() else None
+    return Report(int(registers), sum(map(int, spilled)), int(shared), text or None)
