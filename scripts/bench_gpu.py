@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import sys
 import time
 import traceback
@@ -211,14 +212,16 @@ def time_case(case: Case, copied: float) -> Iterator[dict[str, Any]]:
 
 
 def jax_triton(data: list[jax.Array], table: jax.Array, ends: jax.Array, num_pages: int) -> Any:
-    """Return JAX's paged attention, which takes heads first: of one layer, copied here."""
+    """Return JAX's paged attention on Triton, over copies of the pools with heads first, as it takes them."""
     from jax.experimental.pallas.ops.gpu import paged_attention as peer
 
-    heads_first = [jax.jit(lambda x: x[:num_pages].swapaxes(0, 1))(pool) for pool in data]
+    heads_first = [jax.jit(lambda pool: pool.swapaxes(0, 1))(pool) for pool in data]
+    block = math.gcd(table.shape[1], 8)
+    cut = {"pages_per_compute_block": block, "k_splits": math.gcd(table.shape[1] // block, 16)}
 
     def attend(query: jax.Array, layer: jax.Array) -> jax.Array:
         scaled = query[:, 0] * jnp.asarray(HEAD_DIM**-0.5, query.dtype)
-        return peer.paged_attention(scaled, *heads_first, table, ends)[:, None]
+        return peer.paged_attention(scaled, *heads_first, table + layer * num_pages, ends, **cut)[:, None]
 
     return attend
 

@@ -104,7 +104,7 @@ def main() -> None:
     cuda = parser.parse_args().cuda
     if not (cuda / "bin" / "nvdisasm").exists():
         parser.error(f"there is no bin/nvdisasm in {cuda}")
-    os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(cuda.resolve())
+    os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(cuda.resolve()), "MOSAIC_GPU_DUMP_SASS": "1"}
     mesh = target("h200")
     columns = ["codec", "head", "page", "queries", "registers", "shared KB", "instructions", *CLASSES]
     bounds = ["memory", "issue", "tensor", "special"]
