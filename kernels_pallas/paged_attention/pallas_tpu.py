@@ -601,14 +601,20 @@ def _kernel(
         return joined
 
     def by_place(lanes):
-        """Put lanes in the order of slots into that of `slots`."""
-        shape = (block, block)
-        slot, lane = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-        is_own = slot == jax.lax.rem(lane, block_rows) * sizes.share + jax.lax.div(lane, block_rows)
+        """Put lanes in the order of slots into that of `slots`, 128 rows of a pool at a time."""
+        size = LANES * sizes.share
+        slot, lane = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+        is_own = slot == jax.lax.rem(lane, LANES) * sizes.share + jax.lax.div(lane, LANES)
         # 0 * NaN is NaN, in every lane: what is not finite is put in order by itself.
         is_finite = jnp.isfinite(lanes)
         both = jnp.concatenate([jnp.where(is_finite, lanes, 0.0), jnp.where(is_finite, 0.0, 1.0)], axis=0)
-        ordered, is_other = jnp.split(_products("hs,sl->hl", both, is_own.astype(jnp.float32)), 2, axis=0)
+        chunks = [
+            _products("hs,sl->hl", both[:, first : first + size], is_own.astype(jnp.float32))
+            for first in range(0, block, size)
+        ]
+        places = range(0, size, LANES)
+        ordered = jnp.concatenate([chunk[:, at : at + LANES] for at in places for chunk in chunks], axis=1)
+        ordered, is_other = jnp.split(ordered, 2, axis=0)
         return jnp.where(is_other > 0, jnp.nan, ordered)
 
     def attend(index, piece, tile, buffer):
