@@ -42,6 +42,9 @@ _MERGED_AT_ONCE = 8
 # Query rows of a program, and the sums `[head_dim, row]` that its registers hold beside a product: with twice
 # as many of either, the assembler spills.
 _MAX_ROWS, _MAX_SUMS = 32, 4096
+# New tokens of a sequence: partial results take as many bytes as there are queries, for each split, and every
+# `_MAX_ROWS` of them read the keys and values again.
+_MAX_TIME = 16
 # Channels that one program merges.
 _MERGED_CHANNELS = 64
 _LOG2_E = math.log2(math.e)
@@ -171,6 +174,8 @@ class _Splits(NamedTuple):
 def refusal(arguments: PagedArguments) -> str | None:
     """Return why the kernel does not take a call, in one sentence; None where it does."""
     head_dim, page_size = arguments.keys.head_dim, arguments.keys.page_size
+    if (time := arguments.query.shape[1]) > _MAX_TIME:
+        return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
     for pages in (arguments.keys, arguments.values):
         if _form(pages) is None:
             scales = "no scale" if pages.scale is None else f"scales {pages.scale.shape}"

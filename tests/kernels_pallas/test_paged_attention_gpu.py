@@ -200,6 +200,10 @@ def make_pool_in_rows_of_128() -> PagedArguments:
             make_pool(head_dim=80),
             "takes bfloat16 and float16 heads of 64, 128, 192 or 256 entries, got 80; use",
         ),
+        (
+            make_pool()._replace(query=jnp.zeros((1, 17, 1, 64))),
+            "takes steps of at most 16 tokens a sequence, got 17; use 'xla'",
+        ),
         (make_pool(page_size=4), "takes pages of 8, 16, 32 or a multiple of 64 tokens, got 4; use 'xla'"),
         (make_pool(page_size=96), "takes pages of 8, 16, 32 or a multiple of 64 tokens, got 96; use 'xla'"),
         (make_pool(dtype=jnp.float32), "takes bfloat16 and float16 .* of number in float32 with no scale"),
