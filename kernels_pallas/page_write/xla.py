@@ -16,6 +16,10 @@ from kernels_pallas.slots import as_matrices, padded, place_of, window_of
 _SLOT_WINDOWS = ScatterDimensionNumbers(
     update_window_dims=(1, 2), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 2, 3)
 )
+# Of a pool whose pages are single rows.
+_LANE_WINDOWS = ScatterDimensionNumbers(
+    update_window_dims=(1,), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 2)
+)
 
 
 def write_pages(
@@ -50,16 +54,19 @@ def write_pages(
     past = total_pages + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
     pages = jnp.where(is_kept, pages, past)
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
-    index = jnp.stack(
-        jnp.broadcast_arrays(pages[..., None], heads, row[..., None], lane[..., None]), axis=-1
-    ).reshape(-1, 4)
+    place, windows = [pages[..., None], heads, row[..., None], lane[..., None]], _SLOT_WINDOWS
+    if pool.ndim == 3:
+        # As it is: XLA's CPU backend copies a pool of one KV head whose reshaped form is written.
+        matrices, rows, windows = pool, rows[:, 0], _LANE_WINDOWS
+        del place[2]
+    index = jnp.stack(jnp.broadcast_arrays(*place), axis=-1).reshape(-1, len(place))
     # Materialized, or XLA's CPU backend computes it anew for every entry that it writes.
     index = jax.lax.optimization_barrier(index)
     written = jax.lax.scatter(
         matrices,
         index,
         rows,
-        _SLOT_WINDOWS,
+        windows,
         mode=GatherScatterMode.FILL_OR_DROP,
         unique_indices=True,
     )
