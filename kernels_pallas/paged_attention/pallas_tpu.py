@@ -628,7 +628,10 @@ def _kernel(
             is_seen &= past + options.window * sizes.group > row
         key_scale, value_scale = scales(0, keys, key_tiles, buffer), scales(1, values, value_tiles, buffer)
         if value_scale is not None:
-            value_scale = jnp.where(past < lens_ref[piece] * sizes.group, value_scale, 0.0)
+            is_live = past < lens_ref[piece] * sizes.group
+            if options.window is not None:
+                is_live &= past + options.window * sizes.group > 0
+            value_scale = jnp.where(is_live, value_scale, 0.0)
         batch = max(
             heads
             for heads in range(1, sizes.num_kv_heads + 1)

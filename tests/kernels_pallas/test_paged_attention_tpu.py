@@ -154,7 +154,10 @@ def test_float32_pools_are_multiplied_as_they_are_and_what_has_no_page_is_not_se
 FAULTS = {
     "a copy that is not waited for": ("copy.wait()", "pass"),
     "a copy into a tile that is in use": ("range(sizes.num_buffers - 1)", "range(sizes.num_buffers)"),
-    "a copy into another tile": ("tiles_ref.at[buffer, :, to]", "tiles_ref.at[next_buffer(buffer), :, to]"),
+    "a copy into another tile": (
+        "tiles.data.at[buffer, :, place]",
+        "tiles.data.at[next_buffer(buffer), :, place]",
+    ),
     "a mask that is off by one": ("is_seen = past <= row", "is_seen = past < row"),
     "a last page that is left out": ("+ lens_ref[piece] + page_size - 1", "+ lens_ref[piece]"),
     "a scale that is wrong by 2 %": ("logits * options.scale", "logits * (1.02 * options.scale)"),
