@@ -18,9 +18,10 @@ from tests.loops import CODECS, LAYOUTS, loop, make_arguments
 SIZES = (2**30, 2**31)
 
 
-def measure(machine: str, codec: str, layout: str, page_size: int) -> str:
+def measure(machine: str, codec: str, layout: str, **sizes: int) -> str:
     mesh = target(machine)
-    arguments = [make_arguments(codec, layout, nbytes, page_size=page_size) for nbytes in SIZES]
+    platform = mesh.devices.flat[0].platform
+    arguments = [make_arguments(codec, layout, nbytes, platform=platform, **sizes) for nbytes in SIZES]
     jitted = jax.jit(loop, donate_argnums=0)
     small, large = (jitted.lower(*shapes_on(mesh, shapes)).compile() for shapes in arguments)
     num_made = len(made_anew(small, large))
@@ -33,14 +34,16 @@ def main() -> None:
     )
     for name, choices in (("machines", TARGETS), ("codecs", CODECS), ("layouts", LAYOUTS)):
         parser.add_argument(f"--{name}", default=",".join(choices), help="names with commas")
-    parser.add_argument("--page-size", type=int, default=128)
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--head-dim", type=int, default=128)
     arguments = parser.parse_args()
     machines, layouts = arguments.machines.split(","), arguments.layouts.split(",")
+    sizes = {"page_size": arguments.page_size, "head_dim": arguments.head_dim}
     columns = [(machine, layout) for machine in machines for layout in layouts]
     print("| codec | " + " | ".join(" ".join(column) for column in columns) + " |")
     print("|" + "---|" * (1 + len(columns)))
     for codec in arguments.codecs.split(","):
-        cells = [measure(machine, codec, layout, arguments.page_size) for machine, layout in columns]
+        cells = [measure(machine, codec, layout, **sizes) for machine, layout in columns]
         print(f"| {codec} | " + " | ".join(cells) + " |", flush=True)
 
 

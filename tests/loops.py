@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jkv import ops
 from jkv.cache.cache import Cache
-from jkv.cache.codec import PoolLayout
+from jkv.cache.codec import choose_layout
 from jkv.cache.spec import CacheGroup, CacheSpec
 
 ROWS, NUM_LAYERS, NUM_HEADS = 2, 2, 8
@@ -25,19 +25,31 @@ def make_arguments(
     *,
     page_size: int = 64,
     head_dim: int = 128,
-    pool_layout: PoolLayout = "plain",
+    num_rows: int = ROWS,
+    platform: str = "cpu",
 ) -> tuple[Cache, jax.ShapeDtypeStruct]:
-    """Return the shapes of a loop's arguments: a cache of about `nbytes`, and the first queries."""
+    """Return the shapes of a loop's arguments: a cache of about `nbytes`, and the first queries.
+
+    Args:
+        codec: of keys, and of values after a slash.
+        layout: one of `LAYOUTS`.
+        nbytes: of the cache, padding included.
+        page_size: tokens of a page.
+        head_dim: entries of a head.
+        num_rows: sequences.
+        platform: of the device, whose pool layout the cache gets.
+    """
     keys, _, values = codec.partition("/")
     group = CacheGroup(NUM_LAYERS, NUM_HEADS, head_dim, keys, values or None)
-    num_pages = nbytes // (CacheSpec.create([group], page_size=page_size).bytes_per_page * ROWS)
+    form = {"page_size": page_size, "max_chunk": page_size, "layout": choose_layout("auto", platform)}
+    num_pages = nbytes // (CacheSpec.create([group], **form).padded_bytes_per_page * num_rows)
     capacity = num_pages * page_size
-    sizes = {"num_sequences": ROWS, "capacity": capacity}
+    sizes = {"num_sequences": num_rows, "capacity": capacity}
     if layout == "window":
         # A ring: a window that is narrower than the capacity by far.
         group = CacheGroup(NUM_LAYERS, NUM_HEADS, head_dim, keys, values or None, window=capacity - page_size)
         sizes["capacity"] = 2 * capacity
-    spec = CacheSpec.create([group], page_size=page_size, max_chunk=page_size, layout=pool_layout)
+    spec = CacheSpec.create([group], **form)
 
     def make() -> Cache:
         scales = [
@@ -46,10 +58,10 @@ def make_arguments(
             )
         ]
         if layout == "paged":
-            return Cache.paged(spec, **sizes, num_pages=[ROWS * num_pages], scales=scales)
+            return Cache.paged(spec, **sizes, num_pages=[num_rows * num_pages], scales=scales)
         return Cache.dense(spec, **sizes, scales=scales)
 
-    query = jax.ShapeDtypeStruct((ROWS, 1, 2 * NUM_HEADS, head_dim), jnp.float32)
+    query = jax.ShapeDtypeStruct((num_rows, 1, 2 * NUM_HEADS, head_dim), jnp.float32)
     return jax.eval_shape(make), query
 
 
@@ -60,7 +72,7 @@ def loop(
 
     def step(i: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
         cache, query = carry
-        cache, batch = cache.begin(jnp.ones(ROWS, jnp.int32), time=1)
+        cache, batch = cache.begin(jnp.ones_like(cache.lengths), time=1)
         window = cache.spec.groups[0].window
         attend = functools.partial(ops.attend, scale=0.1, window=window, implementation=implementation)
         for layer in range(NUM_LAYERS):

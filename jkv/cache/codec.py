@@ -15,6 +15,7 @@ Scaling = Literal["none", "token", "static", "channels", "slots"]
 # wide as its entries or padded, so that slots share a row evenly or take whole ones. Where the last axis is
 # not 128 lanes wide, a TPU tiles an array by other axes, and copies it for each loop (docs/in-place.md).
 PoolLayout = Literal["plain", "tpu", "gpu"]
+PoolLayoutChoice = Literal["auto", PoolLayout]
 
 # How entries lie in a pool: int4 two in a byte, fp8 as its bits. XLA's CPU backend writes to an array of fp8
 # by way of a wider copy of all of it.
@@ -167,6 +168,18 @@ def _slot_lanes(num_entries: int) -> int:
     if num_entries > TILE_LANES:
         return _round_up(num_entries, TILE_LANES)
     return _power_of_two(num_entries)
+
+
+def choose_layout(name: PoolLayoutChoice, platform: str) -> PoolLayout:
+    """Return the layout that a pool gets: `auto` is `tpu` on TPUs and `plain` elsewhere; a name is itself.
+
+    Args:
+        name: what was asked for.
+        platform: of the devices, here or compiled for, as JAX names it.
+    """
+    if name != "auto":
+        return name
+    return "tpu" if platform == "tpu" else "plain"
 
 
 CODECS: dict[str, Codec] = {

@@ -116,7 +116,10 @@ def _weights(config: DecodeConfig, model: ModelConfig) -> str:
 def _cache(config: DecodeConfig, model: ModelConfig) -> str:
     cache, mesh = config.cache, config.mesh
     spec = configured_spec(config, model)
-    lines = [f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page"]
+    lines = [
+        f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page",
+        f"  pool layout: {cache.pool_layout} -> {spec.layout}, {_bytes(spec.padded_bytes_per_page)} a page",
+    ]
     if model.kv_copies > 1:
         heads = model.num_kv_heads // model.kv_copies
         lines.append(f"  each of {heads} KV heads is held by {model.kv_copies} devices of its axis")

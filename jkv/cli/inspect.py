@@ -162,7 +162,7 @@ def describe_groups(model: ModelConfig, spec: CacheSpec, *, max_chunk: int) -> l
     for window, group in zip(dict.fromkeys(model.windows), spec.groups, strict=True):
         layouts = {"dense": None} if window is None else {"dense": None, "window": window}
         kept = {
-            layout: CacheSpec((replace(group, window=tokens),), spec.page_size, max_chunk)
+            layout: replace(spec, groups=(replace(group, window=tokens),), max_chunk=max_chunk)
             for layout, tokens in layouts.items()
         }
         described.append(

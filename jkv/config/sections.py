@@ -47,6 +47,7 @@ class CacheSection(Section):
         layout: dense keeps every token in pages of the sequence's own; window does too, but of layers with a
             window no more than they see; paged is as window, from a pool that all sequences share.
         page_size: tokens of a page.
+        pool_layout: how the tokens of a page lie in memory; auto is tpu on TPUs and plain elsewhere.
         capacity: tokens a sequence may hold; auto is its prompt and new tokens.
         num_pages: pages of the pool, of each group of layers, for layout paged; auto is what the batch needs.
         codec: how keys are stored, and values unless they have a codec of their own.
@@ -57,6 +58,7 @@ class CacheSection(Section):
 
     layout: Literal["dense", "paged", "window"]
     page_size: Count = 16
+    pool_layout: Literal["auto", "plain", "tpu", "gpu"] = "auto"
     capacity: Count | Literal["auto"] = "auto"
     num_pages: Count | Literal["auto"] = "auto"
     codec: CodecName = "f32"

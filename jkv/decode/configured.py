@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from jkv.cache.cache import Scales
+from jkv.cache.codec import choose_layout
 from jkv.cache.spec import CacheSpec
 from jkv.config import CacheSection, DecodeConfig, MeshSection
 from jkv.decode.generate import Decoding
@@ -125,6 +126,7 @@ def configured_spec(config: DecodeConfig, model: ModelConfig, *, max_chunk: int 
         value_codec=cache.value_codec,
         window_codec=cache.window_codec,
         max_chunk=None if cache.layout == "dense" else longest,
+        layout=choose_layout(cache.pool_layout, jax.default_backend()),
     )
 
 

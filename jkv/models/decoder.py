@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jkv import ops
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
+from jkv.cache.codec import PoolLayout
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.layers.attention import GQAttention, step_rotation
 from jkv.layers.latent import LatentAttention
@@ -209,6 +210,7 @@ def cache_spec(
     value_codec: str | None = None,
     window_codec: str | None = None,
     max_chunk: int | None = None,
+    layout: PoolLayout = "plain",
 ) -> CacheSpec:
     """Return the cache that the model decodes with, its groups as `cache_places` counts them.
 
@@ -220,6 +222,7 @@ def cache_spec(
         window_codec: how layers with a window store keys and values; None is as the others.
         max_chunk: tokens of the longest step, for which layers with a window keep room beside their window;
             None: they keep every token.
+        layout: how the slots of a page lie.
     """
     groups = []
     for window, num_layers in Counter(config.windows).items():
@@ -230,4 +233,4 @@ def cache_spec(
             shape, kind = (1, config.latent.latent), {"kind": "latent", "rope_dim": config.latent.rope}
         groups.append(CacheGroup(num_layers, *shape, *codecs, window=kept, **kind))
     longest: dict[str, Any] = {} if max_chunk is None else {"max_chunk": max_chunk}
-    return CacheSpec.create(groups, page_size=page_size, **longest)
+    return CacheSpec.create(groups, page_size=page_size, layout=layout, **longest)

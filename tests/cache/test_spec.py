@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jkv.cache.cache import Cache
-from jkv.cache.codec import CODECS, ArraySpec, PoolLayout
+from jkv.cache.codec import CODECS, ArraySpec, PoolLayout, choose_layout
 from jkv.cache.spec import CacheGroup, CacheSpec
 
 
@@ -174,3 +174,9 @@ def test_unknown_names_are_refused():
 def test_a_cache_without_groups_is_refused():
     with pytest.raises(ValueError, match="at least one group"):
         CacheSpec.create([], page_size=4)
+
+
+def test_auto_is_the_layout_of_the_device():
+    chosen = [choose_layout("auto", platform) for platform in ("tpu", "gpu", "cpu")]
+    assert chosen == ["tpu", "plain", "plain"]
+    assert choose_layout("tpu", "cpu") == "tpu"

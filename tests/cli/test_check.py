@@ -49,6 +49,15 @@ def test_the_implementation_that_will_run_is_named():
     assert "attention: reference -> reference" in check("smollm2-cpu", ["--engine.attention", "reference"])
 
 
+def test_the_layout_of_the_pool_is_named_with_its_padding():
+    layer = 2 * 4 * 4 * 4
+    shown = check("smollm2-cpu", model=make_model())
+    assert f"pool layout: auto -> plain, {16 * 3 * layer:,} bytes a page" in shown
+    # Of a head of 4 entries a page of 16 tokens takes half a row.
+    shown = check("smollm2-cpu", ["--cache.pool-layout", "tpu"], model=make_model())
+    assert f"pool layout: tpu -> tpu, {32 * 3 * layer:,} bytes a page" in shown
+
+
 def test_parameters_are_counted_to_the_byte():
     count = 64 * 16 + 3 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16
     shown = check("smollm2-cpu", model=make_model())
