@@ -33,7 +33,7 @@ ARRAYS = {
 
 
 def write_slots(pool: jax.Array, rows: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
-    """Write into `[page, head, slot, entry]` by a scatter of its flat view, as `page_write` does."""
+    """Write into `[page, head, slot, entry]` by a scatter of its flat view."""
     page_size, *entry = pool.shape[2:]
     heads = jnp.arange(NUM_HEADS)[None]
     index = ((pages[:, None] * NUM_HEADS + heads) * page_size + slots[:, None]).reshape(-1)
@@ -43,7 +43,7 @@ def write_slots(pool: jax.Array, rows: jax.Array, pages: jax.Array, slots: jax.A
 
 
 def write_lanes(pool: jax.Array, rows: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
-    """Write into `[page, head, row, 128]` by one scatter of windows of a slot's lanes."""
+    """Write into `[page, head, row, 128]` by a scatter of windows of slots, as `page_write` does."""
     width = rows.shape[-1]
     per_row = LANES // width
     whole = jnp.ones((NUM_SEQS, NUM_HEADS), jnp.int32)
