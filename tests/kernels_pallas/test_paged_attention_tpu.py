@@ -305,7 +305,7 @@ def test_the_kernel_compiles_for_tpus_within_their_memories(name: str, codec: st
 )
 def test_a_loop_over_the_kernel_updates_the_cache_in_place(machine: str, codec: str, layout: str):
     mesh = find_target(machine)
-    sizes = {"page_size": 128, "pool_layout": "tpu"}
+    sizes = {"page_size": 128, "platform": "tpu"}
     small, large = (
         shapes_on(mesh, make_loop_arguments(codec, layout, nbytes, **sizes)) for nbytes in (SMALL, LARGE)
     )
