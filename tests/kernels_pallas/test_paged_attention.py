@@ -32,24 +32,29 @@ def make_dense(shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return query, *random.standard_normal((2, rows, tokens, shape.num_kv_heads, shape.head_dim), np.float32)
 
 
-def make_arguments(shape: Shape, dtype=jnp.float32, dead: float = np.nan) -> tuple[PagedArguments, int]:
+def make_arguments(
+    shape: Shape, dtype=jnp.float32, dead: float = np.nan, width: int | None = None
+) -> tuple[PagedArguments, int]:
     """Scatter the rows over permuted pages of the middle layer; what nobody owns is `dead`.
 
-    Table entries past a row's pages name no page, another row's page, or a page of another layer.
+    Table entries past a row's pages name no page, another row's page, or a page of another layer. A table of
+    `width` columns is a ring: a row's later pages are written over its earlier ones.
     """
     query, keys, values = make_dense(shape)
     rows = len(shape.totals)
     pages_of = [-(-total // shape.page_size) for total in shape.totals]
-    num_pages = sum(pages_of) + 2
+    width = width or max(pages_of) + 3
+    num_pages = sum(min(pages, width) for pages in pages_of) + 2
     order = iter(np.random.default_rng(1).permutation(num_pages))
-    table = np.resize([-1, num_pages, 0, 2**31 - 1], (rows, max(pages_of) + 3)).astype(np.int32)
+    table = np.resize([-1, num_pages, 0, 2**31 - 1], (rows, width)).astype(np.int32)
     pools = np.full(
         (2, NUM_LAYERS * num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim), dead, np.float32
     )
     for row, total in enumerate(shape.totals):
         for logical in range(pages_of[row]):
-            page = next(order)
-            table[row, logical] = page
+            if logical < width:
+                table[row, logical] = next(order)
+            page = table[row, logical % width]
             tokens = slice(logical * shape.page_size, min((logical + 1) * shape.page_size, total))
             for pool, dense in zip(pools, (keys, values), strict=True):
                 filled = dense[row, tokens].swapaxes(0, 1)
@@ -131,6 +136,15 @@ def test_xla_equals_the_definition(shape: Shape):
     arguments, num_pages = make_arguments(shape)
     out, log_sum = run_xla(shape, arguments, num_pages)
     expected, expected_log_sum = run_reference(shape, arguments, num_pages)
+    assert_close(out, expected, TOLERANCE)
+    assert_log_sums_close(log_sum, expected_log_sum)
+
+
+@pytest.mark.parametrize("compute", [run_xla, run_reference])
+def test_pages_written_over_are_not_seen(compute):
+    shape = Shape(4, 2, 8, page_size=4, time=3, totals=(1, 14, 50), window=9)
+    out, log_sum = compute(shape, *make_arguments(shape, width=5))
+    expected, expected_log_sum = dense_attention(shape)
     assert_close(out, expected, TOLERANCE)
     assert_log_sums_close(log_sum, expected_log_sum)
 
