@@ -27,6 +27,8 @@ _END_NAMES = {
     "<|end_of_text|>",
     "<|endoftext|>",
 }
+# In harmony (gpt-oss) <|end|> closes a message of several: where both of these are, they end instead.
+_HARMONY_END_NAMES = {"<|return|>", "<|call|>"}
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _NAMED_IDS = {
     "bos_token": "bos_token_id",
@@ -178,7 +180,10 @@ def _add_tokens(
 
 def _find_eos_ids(keys: Mapping[str, Any], control_tokens: Mapping[int, AddedToken]) -> tuple[int, ...]:
     named = [keys[key] for key in _END_KEYS if key in keys]
-    known = [token_id for token_id, token in control_tokens.items() if token.content in _END_NAMES]
+    names = {token.content for token in control_tokens.values()}
+    is_harmony = names >= _HARMONY_END_NAMES
+    ends = (_END_NAMES - {"<|end|>"}) | _HARMONY_END_NAMES if is_harmony else _END_NAMES
+    known = [token_id for token_id, token in control_tokens.items() if token.content in ends]
     return tuple(dict.fromkeys([*named, *known]))
 
 

@@ -74,6 +74,15 @@ def test_every_kind_of_end_token_is_known(make_byte_level):
     ]
 
 
+def test_a_message_of_harmony_does_not_end_a_generation(make_byte_level):
+    control = ["<s>", "</s>", "<|endoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|call|>"]
+    tokenizer = Tokenizer.from_gguf(make_byte_level(control=control))
+    ends = {tokenizer.token_text(token_id) for token_id in tokenizer.eos_ids}
+    assert ends == {"</s>", "<|endoftext|>", "<|return|>", "<|call|>"}
+    other = Tokenizer.from_gguf(make_byte_level(control=control[:-1]))
+    assert {other.token_text(token_id) for token_id in other.eos_ids} == {"</s>", "<|endoftext|>", "<|end|>"}
+
+
 def test_llama3_words_that_are_tokens_are_not_rebuilt(make_byte_level):
     # No merge makes "hello", so only a whole word can be that token.
     metadata = make_byte_level()
