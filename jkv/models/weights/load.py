@@ -3,7 +3,6 @@
 Knows rules and shardings; no format and no model.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -150,12 +149,24 @@ def _check_cover(name: str, shape: tuple[int, ...], rules: list[TensorRule]) -> 
             if _overlap(_box(rule), whole) != _box(rule) or _sizes(_box(rule)) != rule.placed_shape
         ),
     )
-    is_apart = all(_overlap(a, b) is None for i, a in enumerate(boxes) for b in boxes[:i])
-    if not is_apart or sum(math.prod(_sizes(box)) for box in boxes) != math.prod(shape):
+    if not _fill_once(boxes, shape):
         raise ValueError(
             f"the tensors of parameter {name} {shape} must fill each place once, "
             f"got {[f'{rule.source} at {_box(rule)}' for rule in rules]}"
         )
+
+
+def _fill_once(boxes: list[_Box], shape: tuple[int, ...]) -> bool:
+    """Return whether each cell of the grid that the boxes' borders draw lies in one box.
+
+    Counted in cells, because a stack of experts has too many boxes to compare each with each.
+    """
+    borders = [sorted({0, size, *(x for box in boxes for x in box[axis])}) for axis, size in enumerate(shape)]
+    cells = [{border: cell for cell, border in enumerate(along)} for along in borders]
+    count = np.zeros([len(along) - 1 for along in borders], np.int32)
+    for box in boxes:
+        count[tuple(slice(at[start], at[stop]) for at, (start, stop) in zip(cells, box, strict=True))] += 1
+    return bool((count == 1).all())
 
 
 def _check_copies(source: TensorSource, rules: list[TensorRule]) -> None:

@@ -193,6 +193,7 @@ def test_integers_never_become_other_numbers(source: str, target: str):
         [((0, 6), (0, 4)), ((4, 8), (0, 4))],
         [((0, 3), (0, 4)), ((5, 8), (0, 4))],
         [((0, 4), (0, 4)), ((0, 4), (0, 4))],
+        [((0, 6), (0, 4)), ((5, 7), (0, 4))],
     ],
 )
 def test_a_place_filled_twice_or_never_is_refused(boxes: list):
