@@ -350,7 +350,14 @@ FAMILIES: dict[str, Family] = {
             "mlp.experts.down_proj": "block_sparse_moe.experts.{expert}.w2",
         },
     ),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2", "qwen2", has_qkv_bias=True, keys=_WINDOW_KEYS),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        "qwen2",
+        has_qkv_bias=True,
+        keys=_WINDOW_KEYS,
+        fixed={"use_mrope": False},
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM", "qwen3", "qwen3", has_qk_norm=True, keys=_WINDOW_KEYS | {"attention_bias"}
     ),
@@ -368,8 +375,15 @@ FAMILIES: dict[str, Family] = {
             "sliding_window",
             "max_window_layers",
         },
-        # transformers would give every layer the window, whatever max_window_layers says.
-        fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+        fixed={
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "qkv_bias": False,
+            "shared_expert_intermediate_size": 0,
+            "use_qk_norm": True,
+            # transformers would give every layer the window, whatever max_window_layers says.
+            "use_sliding_window": False,
+        },
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",

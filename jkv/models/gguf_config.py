@@ -52,8 +52,12 @@ _OPTIONAL = frozenset(
         "rope.scaling.yarn_beta_slow",
     }
 )
-# llama.cpp overrides or multiplies these in ways that differ between its versions.
 _FIXED: dict[str, Any] = {
+    # Converters write it for Qwen3-Coder, whose config.json names a shared expert of no width.
+    "expert_shared_feed_forward_length": 0,
+    # Rows of queries and keys in interleaved pairs, as every file of this architecture has them.
+    "tensor_data_layout": "Meta AI original pth",
+    # llama.cpp overrides or multiplies these in ways that differ between its versions.
     "rope.scaling.yarn_log_multiplier": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,

@@ -108,6 +108,8 @@ def test_the_frequency_tensor_becomes_the_divisors():
     [
         ({"expert_count": 8}, r"lacks \['llama.expert_used_count'\]"),
         ({"rope__freq_base_swa": 1.0}, r"does not compute: \['llama.rope.freq_base_swa'\]"),
+        ({"expert_shared_feed_forward_length": 8}, "expert_shared_feed_forward_length must be 0, got 8"),
+        ({"tensor_data_layout": "reference"}, "tensor_data_layout must be 'Meta AI original pth'"),
         ({"logit_scale": 0.5}, r"does not compute: \['llama.logit_scale'\]"),
         ({"rope__dimension_count": 4}, "llama.rope.dimension_count must be the head's size 8, got 4"),
         ({"attention__value_length": 16}, "llama.attention.value_length must be the head's size 8, got 16"),

@@ -7,10 +7,12 @@ import pytest
 
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import MixtureConfig
+from jkv.models.families import FAMILIES, MixtureConfig
 from jkv.models.hf_config import config_from_hf
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+# A config.json of each family, with all that the hub's file has.
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
 
 def make_hf(family: str = "Llama", **changes: object) -> dict:
@@ -30,6 +32,16 @@ def make_hf(family: str = "Llama", **changes: object) -> dict:
 
 def read_golden(name: str) -> dict:
     return json.loads((GOLDEN / name / "config.json").read_text())
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=[model["hub_id"] for model in PUBLISHED])
+def test_a_published_model_is_read_as_it_lies_on_the_hub(published: dict):
+    config = config_from_hf(published["config"])
+    assert (config.family, config.max_length) == (published["family"], published["max_length"])
+
+
+def test_every_family_has_a_published_model():
+    assert {model["family"] for model in PUBLISHED} == set(FAMILIES)
 
 
 def test_a_golden_llama_is_read_whole():
