@@ -342,7 +342,7 @@ FAMILIES: dict[str, Family] = {
         has_window=True,
         mixture=MixtureKeys("intermediate_size"),
         keys=_EXPERT_KEYS | {"sliding_window"},
-        defaults={"sliding_window": None},
+        defaults={"rope_theta": 1_000_000.0, "sliding_window": None},
         hf_names={
             "mlp.router": "block_sparse_moe.gate",
             "mlp.experts.gate_proj": "block_sparse_moe.experts.{expert}.w1",

@@ -82,6 +82,12 @@ def test_the_old_and_the_new_rotary_entries_mean_the_same():
     assert config_from_hf(old).rope.theta == 500_000.0
 
 
+def test_mixtrals_base_is_a_million_unless_told_otherwise():
+    keys = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    assert config_from_hf(make_hf("Mixtral", **keys)).rope.theta == 1_000_000.0
+    assert config_from_hf(make_hf("Mixtral", **keys, rope_theta=1e4)).rope.theta == 10_000.0
+
+
 def test_sizes_that_old_files_leave_out_follow_from_the_others():
     config = config_from_hf(make_hf())
     assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 8, 10_000.0)
