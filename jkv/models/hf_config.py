@@ -215,7 +215,7 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             norm_eps=float(given["rms_norm_eps"]),
             rope=rope,
             window_rope=window_rope,
-            max_length=given["max_position_embeddings"],
+            max_length=_max_length(given),
             windows=_windows(given, config, family),
             has_qkv_bias=has_bias if family.has_qkv_bias is None else family.has_qkv_bias,
             has_output_bias=has_bias,
@@ -271,6 +271,16 @@ def _check_keys(given: Mapping[str, Any], family: Family) -> None:
 
 def _without_nulls(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if value is not None}
+
+
+def _max_length(given: Mapping[str, Any]) -> int:
+    """Return the tokens that the model reads; who adds yarn as Qwen's cards say leaves the old number."""
+    length = given["max_position_embeddings"]
+    entry = _without_nulls(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    original = entry.get("original_max_position_embeddings")
+    if original is None or "yarn" not in (entry.get("rope_type"), entry.get("type")):
+        return length
+    return max(length, int(entry["factor"] * original))
 
 
 def _attention_scale(given: Mapping[str, Any]) -> float | None:

@@ -82,6 +82,18 @@ def test_the_old_and_the_new_rotary_entries_mean_the_same():
     assert config_from_hf(old).rope.theta == 500_000.0
 
 
+def test_yarn_extends_the_length_that_a_card_leaves_as_it_was():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert (
+        config_from_hf(make_hf("Qwen3", max_position_embeddings=40960, rope_scaling=yarn)).max_length
+        == 131072
+    )
+    long = make_hf("Qwen3", max_position_embeddings=262144, rope_scaling=yarn)
+    assert config_from_hf(long).max_length == 262144
+    unnamed = make_hf("Qwen3", max_position_embeddings=32768, rope_scaling={"type": "yarn", "factor": 4.0})
+    assert config_from_hf(unnamed).max_length == 32768
+
+
 def test_mixtrals_base_is_a_million_unless_told_otherwise():
     keys = {"num_local_experts": 8, "num_experts_per_tok": 2}
     assert config_from_hf(make_hf("Mixtral", **keys)).rope.theta == 1_000_000.0
