@@ -23,6 +23,7 @@ from jkv.config import (
     load_config,
 )
 from jkv.decode.configured import configured_scales, configured_spec, open_configured
+from jkv.layers.quantized import check_weight_codec
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.weights.locate import is_hub_id
@@ -71,11 +72,16 @@ def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | No
 
     Raises:
         ConfigError: the configuration is wrong, or does not fit the model.
+        ValueError: the model's weights do not pack as configured.
     """
     resolved = load_config(config, overrides)
     parts = [config_yaml(resolved), _devices(resolved), _specs(resolved.mesh)]
     if model is not None:
         check_divides(resolved, model, num_sequences=resolved.engine.max_sequences)
+        weights = resolved.model.weights
+        if weights in ("int8", "int4"):
+            has_mesh = resolved.mesh.num_devices > 1
+            check_weight_codec(weights, has_experts=model.mixture is not None, has_mesh=has_mesh)
         parts += [_weights(resolved, model), _cache(resolved, model)]
     return "\n".join(parts)
 

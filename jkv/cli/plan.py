@@ -19,6 +19,7 @@ from jkv.cli.options import Flag, parse_alone
 from jkv.config import CodecName, MeshSection, ModelSection, SizesSection, load_config
 from jkv.config.compose import bundled_configs
 from jkv.config.errors import did_you_mean
+from jkv.layers.quantized import check_weight_codec
 from jkv.models.weights.locate import is_hub_id
 from jkv.models.weights.model import open_model
 from jkv.plan.capacity import Deployment, choices
@@ -192,12 +193,16 @@ def make_deployment(arguments: Arguments) -> Deployment:
     mesh = _mesh(arguments)
     if sizes is not None:
         _check_divides(sizes, mesh)
+    weights = arguments.weights or (model.weights if model else "bfloat16")
+    if sizes is not None and weights in ("int8", "int4"):
+        has_mesh = mesh.num_devices > 1
+        check_weight_codec(weights, has_experts=sizes.experts is not None, has_mesh=has_mesh)
     return Deployment(
         spec=_spec(arguments, _groups(arguments, sizes)),
         mix=mix,
         mesh=mesh,
         sizes=sizes,
-        weights=arguments.weights or (model.weights if model else "bfloat16"),
+        weights=weights,
         dtype=arguments.dtype or (model.dtype if model else "bfloat16"),
         step_tokens=arguments.step_tokens,
     )

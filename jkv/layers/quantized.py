@@ -152,6 +152,18 @@ class QuantizedEmbedding(nnx.Module):
         return self.embedding.product(x)
 
 
+def check_weight_codec(codec: WeightCodec, *, has_experts: bool, has_mesh: bool) -> None:
+    """Refuse weights that do not pack, before they are read.
+
+    Raises:
+        ValueError: there are experts among them, or a mesh to place them on.
+    """
+    if has_experts:
+        raise ValueError(f"{codec} weights must have no experts among them, got some; use bfloat16")
+    if has_mesh:
+        raise ValueError(f"{codec} weights must be on one device, got a mesh; use float32 or bfloat16")
+
+
 def quantize(model: nnx.Module, codec: WeightCodec) -> None:
     """Replace each projection and embedding in the module by its packed form, one at a time.
 
@@ -161,16 +173,17 @@ def quantize(model: nnx.Module, codec: WeightCodec) -> None:
         ValueError: a projection's inputs do not pack, the model has experts, or is placed on a mesh.
     """
     modules = [module for _, module in nnx.iter_modules(model)]
-    if any(isinstance(module, Experts) for module in modules):
-        raise ValueError(f"{codec} weights must have no experts among them, got some; use bfloat16")
+    check_weight_codec(
+        codec,
+        has_experts=any(isinstance(module, Experts) for module in modules),
+        has_mesh=any(
+            module.sharding is not None for module in modules if isinstance(module, Linear | Embedding)
+        ),
+    )
     for module in modules:
         for name, child in list(vars(module).items()):
             if type(child) not in (Linear, Embedding):
                 continue
-            if child.sharding is not None:
-                raise ValueError(
-                    f"{codec} weights must be on one device, got a mesh; use float32 or bfloat16"
-                )
             if isinstance(child, Embedding):
                 setattr(module, name, QuantizedEmbedding(child))
             else:

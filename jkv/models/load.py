@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jkv import ops
-from jkv.layers.quantized import WeightCodec, quantize
+from jkv.layers.quantized import WeightCodec, check_weight_codec, quantize
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.gguf_metadata import gguf_metadata
@@ -62,9 +62,13 @@ def load_model(
         kv_copies: devices that hold each KV head; see `jkv.models.families.with_kv_copies`.
 
     Raises:
-        ValueError: the model is not found, not understood, damaged, or does not fit the mesh.
+        ValueError: the model is not found, not understood, damaged, does not pack, or does not fit the mesh.
     """
     stored = open_model(name_or_path, kv_copies=kv_copies)
+    if weight_codec is not None:
+        check_weight_codec(
+            weight_codec, has_experts=stored.config.mixture is not None, has_mesh=sharding is not None
+        )
     model = abstract_decoder(
         stored.config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, sharding=sharding
     )

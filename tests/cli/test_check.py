@@ -117,6 +117,15 @@ def test_a_window_that_no_layer_has_is_refused(flags: list[str], message: str):
         check("smollm2-cpu", flags, model=make_model())
 
 
+def test_weights_that_do_not_pack_are_refused_as_they_are_when_loaded(tiny):
+    flags = ["--mesh", "cpu-2x4", "--model.weights", "int8"]
+    with pytest.raises(ValueError, match="int8 weights must be on one device, got a mesh"):
+        check("smollm2-cpu", flags, model=make_model())
+    config = load_config("smollm2-cpu", ["--model.path", str(tiny.parent / "mixtral_moe")])
+    with pytest.raises(ValueError, match="int4 weights must have no experts"):
+        check("smollm2-cpu", ["--model.weights", "int4"], model=stored_config(config))
+
+
 def test_a_mesh_that_does_not_divide_the_model_is_refused():
     with pytest.raises(ConfigError) as caught:
         check("smollm2-cpu", ["--mesh", "cpu-2x4"], model=make_model(num_heads=9, num_kv_heads=3))

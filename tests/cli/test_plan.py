@@ -110,6 +110,10 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
             ("--model", "deepseek-v2-lite", "--batch", "1", "--context", "8", "--mesh", "wide.yaml"),
             "entries of an MLP must split evenly over devices, got 64 over 128",
         ),
+        (
+            ("--model", "deepseek-v2-lite", "--batch", "1", "--context", "8", "--weights", "int4"),
+            "int4 weights must have no experts",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(
