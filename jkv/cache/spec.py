@@ -11,8 +11,9 @@ from jkv.cache.codec import ArraySpec, Codec, PoolLayout, find_codecs
 
 GroupKind = Literal["gqa", "latent"]
 
-# Mosaic's tiles for a GPU's matrix units are 8 rows high.
-_GPU_PAGE = 8
+# Pages that share a block of the GPU kernel's 64 tokens; larger ones hold whole blocks. Mosaic's tiles for a
+# GPU's matrix units are 8 rows high.
+_GPU_BLOCK, _GPU_SMALL_PAGES = 64, (8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,8 @@ def _check_group(group: CacheGroup) -> None:
 def _check_layout(spec: CacheSpec) -> None:
     if spec.layout not in get_args(PoolLayout):
         raise ValueError(f"a pool's layout must be one of {get_args(PoolLayout)}, got {spec.layout!r}")
-    if spec.layout == "gpu" and spec.page_size % _GPU_PAGE:
+    if spec.layout == "gpu" and spec.page_size not in _GPU_SMALL_PAGES and spec.page_size % _GPU_BLOCK:
         raise ValueError(
-            f"page_size must be a multiple of {_GPU_PAGE} in the layout 'gpu', got {spec.page_size}"
+            f"page_size must be {', '.join(map(str, _GPU_SMALL_PAGES))} or a multiple of {_GPU_BLOCK} in the "
+            f"layout 'gpu', got {spec.page_size}"
         )

@@ -146,7 +146,7 @@ def test_groups_add_up():
         ({"head_dim": -8}, r"must be positive, got \(3, 2, -8\)"),
         ({"page_size": 0}, "at least 1 token, got 0"),
         ({"codec": "int4", "head_dim": 7}, "even for int4, two entries a byte, got 7"),
-        ({"layout": "gpu", "page_size": 12}, "multiple of 8 in the layout 'gpu', got 12"),
+        ({"layout": "gpu", "page_size": 24}, "8, 16, 32 or a multiple of 64 in the layout 'gpu', got 24"),
         ({"kind": "latent", "rope_dim": 4}, "must have 1 KV head, .* got 2, 4 and None"),
         ({"rope_dim": 64}, "belong to a latent group, got 64 and None"),
     ],

@@ -142,7 +142,7 @@ def test_choices_say_what_fits_and_what_cannot_be():
     assert [choice.page_size for choice in found] == [12, 16, 12, 16]
     refused, fitting, _, smaller = found
     assert (refused.num_sequences, refused.bytes_per_token) == (None, None)
-    assert "multiple of 8 in the layout 'gpu', got 12" in refused.refusal
+    assert "multiple of 64 in the layout 'gpu', got 12" in refused.refusal
     assert fitting.num_sequences == deployment.sequences_in(10**11)
     assert smaller.num_sequences == deployment.with_cache("int8", 16).sequences_in(10**11)
     assert smaller.bytes_per_token < fitting.bytes_per_token
