@@ -437,7 +437,14 @@ def _attend_kernel(
                     barrier = blocks.barriers.at[stage]
                     plgpu.copy_gmem_to_smem(pool.data.at[*source], blocks.data.at[*target], barrier)
                     if blocks.scale is not None:
-                        plgpu.copy_gmem_to_smem(pool.scale.at[*source], blocks.scale.at[*target], barrier)
+                        # Of pages of 8 or 16 slots, scales begin where a tensor's copy may not: at other than
+                        # multiples of 128 bytes. One that is promised to be in bounds asks for 16.
+                        plgpu.copy_gmem_to_smem(
+                            pool.scale.at[*source],
+                            blocks.scale.at[*target],
+                            barrier,
+                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                        )
 
         ahead = []
         for stage in range(num_stages):
