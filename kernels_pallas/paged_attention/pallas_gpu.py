@@ -269,16 +269,10 @@ def _sizes(
     soft_cap: float | None,
 ) -> _Sizes:
     query, keys, values, table = arguments[:4]
-    num_seqs, time, num_heads, head_dim = query.shape
+    head_dim = query.shape[-1]
     _, num_kv_heads, page_size, _ = keys.data.shape
-    query_rows = time * (num_heads // num_kv_heads)
-    rows = min(_MAX_ROWS, _MAX_SUMS // head_dim // 8 * 8, -(-query_rows // 8) * 8)
-    num_parts = num_kv_heads * -(-query_rows // rows)
-    capacity = table.shape[1] * page_size
-    split = max(tiling.split_tokens, -(-capacity // _MAX_SPLITS))
-    split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
-    # A window may begin within a split.
-    max_splits = -(-capacity // split) + (window is not None)
+    rows, num_parts = _parts(arguments)
+    split, max_splits = _splits(arguments, tiling)
     forms = _form(keys), _form(values)
     assert forms[0] is not None
     assert forms[1] is not None
@@ -294,7 +288,7 @@ def _sizes(
         split=split,
         max_splits=max_splits,
         num_stages=max(2, min(4, _BYTES_AHEAD // block_bytes)),
-        num_programs=min(tiling.num_programs, num_seqs * max_splits * num_parts),
+        num_programs=min(tiling.num_programs, query.shape[0] * max_splits * num_parts),
         keys=forms[0],
         values=forms[1],
         scale=scale,
@@ -303,13 +297,32 @@ def _sizes(
     )
 
 
+def _parts(arguments: PagedArguments) -> tuple[int, int]:
+    """Return the query rows of a program, and the parts of a split."""
+    _, time, num_heads, head_dim = arguments.query.shape
+    num_kv_heads = arguments.keys.data.shape[1]
+    query_rows = time * (num_heads // num_kv_heads)
+    rows = min(_MAX_ROWS, _MAX_SUMS // head_dim // 8 * 8, -(-query_rows // 8) * 8)
+    return rows, num_kv_heads * -(-query_rows // rows)
+
+
+def _splits(arguments: PagedArguments, tiling: Tiling) -> tuple[int, int]:
+    """Return the tokens of a split, and the splits of a sequence at most."""
+    capacity = arguments.page_table.shape[1] * arguments.keys.page_size
+    split = max(tiling.split_tokens, -(-capacity // _MAX_SPLITS))
+    split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
+    # What is seen may begin within a split.
+    return split, -(-capacity // split) + 1
+
+
 def _plan(arguments: PagedArguments, sizes: _Sizes, group: int, padding: int) -> _Splits:
     query, _, _, _, starts, lens, offset, _ = arguments
     num_seqs, time = query.shape[:2]
     ends = starts + lens
-    first_seen = jnp.zeros_like(starts)
+    # A table names the latest pages: those before are written over.
+    first_seen = jnp.maximum(ends - sizes.table_width * sizes.page_size, 0)
     if sizes.window is not None:
-        first_seen = jnp.maximum(starts - sizes.window + 1, 0)
+        first_seen = jnp.maximum(first_seen, starts - sizes.window + 1)
     first_split = first_seen // sizes.split
     counts = jnp.where(lens > 0, -(-ends // sizes.split) - first_split, 0)
     last = jnp.cumsum(counts, dtype=jnp.int32)

@@ -1,5 +1,6 @@
 """The GPU kernel of paged attention: interpreted, with races looked for, and compiled for a GPU not here."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -94,9 +95,11 @@ def run_kernel(shape: Shape, arguments: PagedArguments, num_pages: int):
     return out
 
 
-def assert_equals_the_definition(shape: Shape, dtype) -> None:
-    arguments, num_pages = make_arguments(shape, dtype)
-    exact, exact_log_sum = dense_attention(shape)
+def assert_equals_the_definition(shape: Shape, dtype, width: int | None = None) -> None:
+    """Compare over a table that names every page, or over a ring of `width`, which is a window of its own."""
+    arguments, num_pages = make_arguments(shape, dtype, width=width)
+    held = None if width is None else width * shape.page_size
+    exact, exact_log_sum = dense_attention(dataclasses.replace(shape, window=shape.window or held))
     expected, expected_log_sum = run_reference(shape, arguments, num_pages)
     out, log_sum = run_kernel(shape, arguments, num_pages)
     assert_close(out, exact, 2 * max(relative_errors(expected, exact)))
@@ -108,6 +111,12 @@ def assert_equals_the_definition(shape: Shape, dtype) -> None:
 @pytest.mark.parametrize(("shape", "dtype"), CASES.values(), ids=CASES)
 def test_the_kernel_equals_the_definition(shape: Shape, dtype):
     assert_equals_the_definition(shape, dtype)
+
+
+@pytest.mark.parametrize("window", [40, None])
+def test_pages_written_over_are_not_seen(window: int | None):
+    shape = Shape(8, 1, 64, page_size=16, time=1, totals=(0, 20, 200), window=window)
+    assert_equals_the_definition(shape, jnp.bfloat16, width=5)
 
 
 @pytest.mark.gate
