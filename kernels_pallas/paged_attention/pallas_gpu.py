@@ -256,7 +256,8 @@ def paged_attention(
 
     out, log_sum = regroup(out), regroup(log_sum)
     if sinks is not None:
-        out, log_sum = _add_sinks(out, log_sum, sinks)
+        is_query = jnp.arange(time, dtype=jnp.int32)[None] < arguments.lens[:, None]
+        out, log_sum = _add_sinks(out, log_sum, jnp.where(is_query[..., None], sinks[None, None], -jnp.inf))
     return out.astype(query.dtype), log_sum
 
 
@@ -703,9 +704,10 @@ def _merge_kernel(
 def _add_sinks(
     out: Float[Array, "seq time q_head head_dim"],
     log_sum: Float[Array, "seq time q_head"],
-    sinks: Float[Array, " q_head"],
+    sinks: Float[Array, "seq time q_head"],
 ) -> tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]:
-    """Give each head's sink its probability; rows that see nothing have no sink."""
-    sinks = sinks.astype(jnp.float32)[None, None]
-    out = out * jax.nn.sigmoid(log_sum - sinks)[..., None]
-    return out, jnp.where(log_sum == -jnp.inf, -jnp.inf, jnp.logaddexp(log_sum, sinks))
+    """Give each sink its probability; one of -inf has none."""
+    sinks = sinks.astype(jnp.float32)
+    # Where nothing is seen the sink may be -inf too, and the difference is NaN.
+    share = jnp.where(log_sum == -jnp.inf, 0.0, jax.nn.sigmoid(log_sum - sinks))
+    return out * share[..., None], jnp.logaddexp(log_sum, sinks)

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
+from kernels_pallas import paged_attention
 from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
@@ -29,6 +30,7 @@ from .test_paged_attention import (
     drop_last_page,
     make_arguments,
     make_options,
+    run,
     run_reference,
     shift_mask,
 )
@@ -117,6 +119,18 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype):
 def test_pages_written_over_are_not_seen(window: int | None):
     shape = Shape(8, 1, 64, page_size=16, time=1, totals=(0, 20, 200), window=window)
     assert_equals_the_definition(shape, jnp.bfloat16, width=5)
+
+
+def test_a_query_that_sees_no_token_has_its_sink_alone():
+    shape = Shape(2, 1, 64, page_size=64, time=1, totals=(0, 1))
+    arguments, num_pages = make_arguments(shape, jnp.bfloat16)
+    arguments = arguments._replace(page_table=jnp.full_like(arguments.page_table, -1))
+    options = make_options(shape) | {"sinks": jnp.array([0.5, -jnp.inf])}
+    expected = run(paged_attention.reference, arguments, num_pages, **options)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = run(pallas_gpu.paged_attention, arguments, num_pages, **options)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert np.asarray(expected[1]).ravel().tolist() == [-np.inf, -np.inf, 0.5, -np.inf]
 
 
 @pytest.mark.gate
