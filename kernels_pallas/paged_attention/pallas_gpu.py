@@ -45,6 +45,8 @@ _MAX_ROWS, _MAX_SUMS = 32, 4096
 # New tokens of a sequence: partial results take as many bytes as there are queries, for each split, and every
 # `_MAX_ROWS` of them read the keys and values again.
 _MAX_TIME = 16
+# Of partial results: they are held beside the cache, as many for each sequence as its table is long.
+_MAX_PARTIAL_BYTES = 2**30
 # Channels that one program merges.
 _MERGED_CHANNELS = 64
 _LOG2_E = math.log2(math.e)
@@ -171,7 +173,7 @@ class _Splits(NamedTuple):
     limits: Int[Array, "seq row"]
 
 
-def refusal(arguments: PagedArguments) -> str | None:
+def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | None:
     """Return why the kernel does not take a call, in one sentence; None where it does."""
     head_dim, page_size = arguments.keys.head_dim, arguments.keys.page_size
     if (time := arguments.query.shape[1]) > _MAX_TIME:
@@ -197,7 +199,20 @@ def refusal(arguments: PagedArguments) -> str | None:
         return (
             f"the GPU kernel takes pages of 8, 16, 32 or a multiple of 64 tokens, got {page_size}; use 'xla'"
         )
-    return None
+    return _refusal_of_partial_results(arguments, tiling or Tiling())
+
+
+def _refusal_of_partial_results(arguments: PagedArguments, tiling: Tiling) -> str | None:
+    num_seqs, _, _, head_dim = arguments.query.shape
+    rows, num_parts = _parts(arguments)
+    _, max_splits = _splits(arguments, tiling)
+    num_bytes = 4 * num_seqs * max_splits * num_parts * head_dim * rows
+    if num_bytes <= _MAX_PARTIAL_BYTES:
+        return None
+    return (
+        f"the GPU kernel takes partial results of at most {_MAX_PARTIAL_BYTES} bytes, got {num_bytes} of "
+        f"{num_seqs} sequences in {max_splits} splits; use 'xla'"
+    )
 
 
 def _form(pages: Pages) -> _Form | None:
@@ -230,11 +245,12 @@ def paged_attention(
     Raises:
         ValueError: `refusal` says why.
     """
-    if (reason := refusal(arguments)) is not None:
+    tiling = tiling or Tiling()
+    if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
     query, keys, values = arguments[:3]
     num_seqs, time, num_heads, head_dim = query.shape
-    sizes = _sizes(arguments, num_pages, tiling or Tiling(), scale, window, soft_cap)
+    sizes = _sizes(arguments, num_pages, tiling, scale, window, soft_cap)
     group = num_heads // sizes.num_kv_heads
 
     # [seq, kv_head, time * group, head_dim]: the queries of one KV head are rows of one product.

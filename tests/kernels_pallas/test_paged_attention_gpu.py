@@ -232,6 +232,12 @@ def make_pool_in_rows_of_128() -> PagedArguments:
         (make_pool(dtype=jnp.float32), "takes bfloat16 and float16 .* of number in float32 with no scale"),
         (make_pool(head_dim=256, dtype=jnp.int8, has_scales=True), "int8 and fp8 heads of 64 or 128 .* 256"),
         (make_pool_in_rows_of_128(), "takes pools of layout 'plain', got pages of 16 slots in rows .*8, 128"),
+        (
+            make_pool()._replace(
+                query=jnp.zeros((1056, 16, 2, 64)), page_table=jnp.zeros((1056, 8192), jnp.int32)
+            ),
+            "at most 1073741824 bytes, got 1115947008 of 1056 sequences in 129 splits; use 'xla'",
+        ),
         (make_pool(dtype=jnp.int8), "with those of tokens or heads, got entries of number in int8 with no"),
     ],
 )
