@@ -423,7 +423,15 @@ FAMILIES: dict[str, Family] = {
         has_scaled_embedding=True,
         gating=_GELU,
         keys=_GEMMA_KEYS | {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
+        # Files of models that also see leave out most of the decoder's sizes.
         defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
             "head_dim": 256,
             "query_pre_attn_scalar": 256,
             "rope_theta": 1_000_000.0,

@@ -161,6 +161,18 @@ _KINDS = {
     "swiglu_alpha": POSITIVE,
     "swiglu_limit": POSITIVE,
 }
+# Models that also see, and what their decoder is alone; and the keys of what is not the decoder.
+_SEEING = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+_SIGHT_KEYS = frozenset(
+    {
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+        "mm_tokens_per_image",
+        "text_config",
+        "vision_config",
+    }
+)
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LATENT_KEYS = frozenset({"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -189,10 +201,13 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """Read a Hugging Face config.json, in the form of transformers 4 or 5.
 
+    Of a model that also sees, the decoder alone is read.
+
     Raises:
         ValueError: the architecture is not one of `FAMILIES`, a size is missing, or a key could change what
             the model computes and is not understood.
     """
+    config = _text_part(config)
     name, family = _family(config)
     config = {**family.defaults, **config}
     given = _without_nulls(config)
@@ -234,12 +249,22 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json that a model's decoder would have alone; tokens stand outside of its part."""
+    text = next((text for seeing, text in _SEEING.items() if config.get("architectures") == [seeing]), None)
+    if text is None:
+        return config
+    check_fields(config, {"text_config": MAPPING}, "config.json's ")
+    outer = {key: value for key, value in _without_nulls(config).items() if key not in _SIGHT_KEYS}
+    return {**config.get("text_config", {}), **outer, "architectures": [text]}
+
+
 def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
     architectures, model_type = config.get("architectures"), config.get("model_type")
     for name, family in FAMILIES.items():
         if architectures == [family.architecture] or (not architectures and model_type == family.model_type):
             return name, family
-    known = [family.architecture for family in FAMILIES.values()]
+    known = [*(family.architecture for family in FAMILIES.values()), *_SEEING]
     raise ValueError(f"config.json must name one of {known}, got {architectures or model_type}")
 
 

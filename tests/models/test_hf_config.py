@@ -218,6 +218,11 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(family: str, chang
             r"one of .*'LlamaForCausalLM'.* got \['GemmaForCausalLM'\]",
         ),
         ({"rms_norm_eps": None, "vocab_size": None}, r"lacks \['rms_norm_eps', 'vocab_size'\]"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}, "audio_config": {}},
+            r"does not compute: \['audio_config'\]",
+        ),
+        ({"text_config": {}}, r"does not compute: \['text_config'\]"),
         ({"residual_multiplier": 0.2}, r"does not compute: \['residual_multiplier'\]"),
         ({"sliding_window": 64}, r"does not compute: \['sliding_window'\]"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),

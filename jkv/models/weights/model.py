@@ -29,6 +29,7 @@ from jkv.models.weights.mxfp4 import Mxfp4Source
 from jkv.models.weights.rules import tensor_rules
 from jkv.models.weights.safetensors import open_safetensors
 from jkv.models.weights.source import TensorSource, fingerprint
+from jkv.models.weights.text import TextTensors
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ def _open(location: ModelLocation) -> StoredModel:
     with _naming(location.path):
         config = config_from_hf(description)
     source = _open_folder(location.path, description)
+    # Of the models that are read, those that also see alone have it.
+    if "text_config" in description:
+        source = TextTensors(source)
     num_past = description.get("num_nextn_predict_layers")
     if num_past:
         source = LeadingLayers(source, config.num_layers, num_past)

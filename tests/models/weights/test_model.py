@@ -21,6 +21,7 @@ from .checkpoints import (
     GOLDEN_NAMES,
     add_qkv_biases,
     make_hf_llama,
+    make_normal,
     make_targets,
     read_golden,
     write_folder,
@@ -156,6 +157,23 @@ def test_a_bfloat16_folder_loads_bit_by_bit(tmp_path: Path):
     halves = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tensors.items()}
     model = open_model(write_folder(tmp_path, config, halves))
     check_equal(load(model, jnp.bfloat16), model, halves)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_model_that_also_sees_the_decoder_is_loaded(tmp_path: Path, prefix: str):
+    text, tensors = json.loads((GOLDEN / "gemma3_local_global" / "config.json").read_text()), {}
+    for name, tensor in read_golden("gemma3_local_global").items():
+        tensors[prefix + name.removeprefix("model.")] = tensor
+    eyes = {"vision_tower.patch": make_normal(4), "multi_modal_projector.weight": make_normal(4)}
+    tokens = {"bos_token_id": text.pop("bos_token_id"), "eos_token_id": text.pop("eos_token_id")}
+    seeing = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", **tokens}
+    config = {**seeing, "text_config": text, "vision_config": {"hidden_size": 4}, "mm_tokens_per_image": 4}
+    model = open_model(write_folder(tmp_path, config, tensors | eyes))
+    alone = open_model(GOLDEN / "gemma3_local_global")
+    assert model.config == alone.config
+    assert model.fingerprint() == alone.fingerprint()
+    with pytest.raises(ValueError, match=r"does not use: \['audio_tower.weight'\]"):
+        load(open_model(write_folder(tmp_path, config, tensors | {"audio_tower.weight": make_normal(4)})))
 
 
 def test_an_fp8_folder_loads_scaled(tmp_path: Path):
