@@ -51,7 +51,8 @@ def choose(
 ) -> Chosen:
     """Return the implementation that runs: a name is itself; `auto` is the platform's kernel, or `xla`.
 
-    What `auto` chooses for a call is logged, with the reason where the kernel does not take it.
+    The platform is that of this process's devices: a program for others names its kernel. What `auto` chooses
+    for a call is logged, with the reason where it is not a kernel.
 
     Args:
         implementation: `auto`, or one by name.
@@ -68,13 +69,15 @@ def choose(
     if implementation != "auto":
         return implementation
     kernel = _kernel_of_platform()
-    if kernel is None or arguments is None:
+    if arguments is None:
         return kernel or "xla"
-    if isinstance(arguments, LatentArguments):
+    if kernel is None:
+        reason = f"{jax.local_devices()[0].device_kind} has no kernel"
+    elif isinstance(arguments, LatentArguments):
         reason = "latents have no kernel"
     else:
         reason = _module(kernel).refusal(arguments)
-    chosen = kernel if reason is None else "xla"
+    chosen = kernel if kernel is not None and reason is None else "xla"
     _LOGGER.info("attention: auto -> %s%s", chosen, "" if reason is None else f": {reason}")
     return chosen
 
@@ -114,7 +117,7 @@ def attend(
     """Write the step's keys and values, then attend to all that each sequence holds, this step included.
 
     A query at position p sees positions <= p of its own sequence. Logits, softmax and sums are float32.
-    Without a cache it is ordinary causal attention over `time`, which differentiates.
+    Without a cache it is ordinary causal attention over `time`, which differentiates and is always plain JAX.
 
     Args:
         query: rotated queries, in rows as the step's: padded or ragged.
@@ -132,11 +135,12 @@ def attend(
         sharding: runs in `shard_map`, sequences and heads split by its rules.
 
     Raises:
-        ValueError: shapes disagree, `where` or `batch` is missing, `where` names no layer of the cache (a
-            traced index is taken on trust), a ragged step is to run on a mesh, or a gradient is taken through
-            a cache.
+        ValueError: shapes disagree, an option is out of range, `where` or `batch` is missing, `where` is no
+            layer of the cache (a traced index is taken on trust), a ragged step is to run on a mesh, or a
+            gradient is taken through a cache.
     """
     choose(implementation)
+    _check_options(query, window, soft_cap, sinks)
     if cache is None:
         if key is None or value is None:
             raise ValueError("attention without a cache needs keys and values, got None")
@@ -285,7 +289,7 @@ def append(
         ValueError: as `attend`.
     """
     group, layer = where
-    spec = cache.spec.groups[group]
+    spec = _find_group(cache, where)
     _check_heads(spec, key, value)
     pool, layer = cache.pools[group], jnp.asarray(layer, jnp.int32)
     pieces = batch.pieces(Tiling().query_tokens)
@@ -409,6 +413,15 @@ def _turned(codec: Codec, x: Any, *, is_inverse: bool = False) -> Any:
     return rotate(codec, x.astype(jnp.float32), is_inverse=is_inverse).astype(x.dtype)
 
 
+def _check_options(query: Any, window: int | None, soft_cap: float | None, sinks: Any) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be above 0, got {soft_cap}; None is none")
+    if sinks is not None and sinks.shape != query.shape[2:3]:
+        raise ValueError(f"sinks must be one a query head, {query.shape[2:3]}, got {sinks.shape}")
+
+
 def _check_place(
     cache: Cache,
     where: Where | None,
@@ -421,18 +434,24 @@ def _check_place(
         raise ValueError("attention with a cache needs `where` and the `batch` that `cache.begin` returned")
     if sharding is not None and batch.sequences is not None:
         raise ValueError("a ragged step runs on one device, got a mesh; open it with `cache.begin`")
-    group, layer = where
-    if not 0 <= group < len(cache.pools):
-        raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
-    spec = cache.spec.groups[group]
-    if isinstance(layer, int) and not 0 <= layer < spec.num_layers:
-        raise ValueError(f"layer must be in [0, {spec.num_layers}) of cache group {group}, got {layer}")
+    spec = _find_group(cache, where)
     if spec.window is not None and (window is None or window > spec.window):
         raise ValueError(
             f"the cache group keeps the latest {spec.window} tokens, so a window of at most that is needed, "
             f"got {window}"
         )
     return where, batch
+
+
+def _find_group(cache: Cache, where: Where) -> CacheGroup:
+    """Return the group of a place that the cache has; refuse others, but for traced layers."""
+    group, layer = where
+    if not 0 <= group < len(cache.pools):
+        raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
+    spec = cache.spec.groups[group]
+    if isinstance(layer, int) and not 0 <= layer < spec.num_layers:
+        raise ValueError(f"layer must be in [0, {spec.num_layers}) of cache group {group}, got {layer}")
+    return spec
 
 
 def _check_heads(spec: CacheGroup, key: Any, value: Any) -> None:
@@ -469,7 +488,8 @@ def causal_attention(
         raise ValueError(f"query heads must be a multiple of KV heads, got {num_heads} and {num_kv_heads}")
     group = num_heads // num_kv_heads
     rows = query.reshape(num_seqs, time, num_kv_heads, group, head_dim).astype(jnp.float32)
-    logits = jnp.einsum("btkgd,bskd->bkgts", rows, key.astype(jnp.float32)) * scale
+    products = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    logits = products("btkgd,bskd->bkgts", rows, key.astype(jnp.float32)) * scale
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     past = jnp.arange(time)[:, None] - jnp.arange(time)[None]
@@ -479,7 +499,7 @@ def causal_attention(
         sink = sinks.astype(jnp.float32).reshape(1, num_kv_heads, group, 1, 1)
         logits = jnp.concatenate([logits, jnp.broadcast_to(sink, (*logits.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(logits, axis=-1)[..., :time]
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, value.astype(jnp.float32))
+    out = products("bkgts,bskd->btkgd", weights, value.astype(jnp.float32))
     log_sum = jax.nn.logsumexp(logits, axis=-1).transpose(0, 3, 1, 2).reshape(query.shape[:3])
     return out.reshape(*query.shape[:3], -1).astype(query.dtype), log_sum
 

@@ -163,6 +163,7 @@ class Histories(RuleBasedStateMachine):
     @rule(cuts=CUTS)
     def truncate(self, cuts: list[int]):
         self.history.truncate([max(pair) for pair in zip(cuts, self.least_cuts(), strict=True)])
+        self.peaks = [peak if length else 0 for peak, length in zip(self.peaks, self.lengths(), strict=True)]
 
     def least_cuts(self) -> list[int]:
         """Return the shortest lengths at which a next token still finds its window."""

@@ -122,6 +122,31 @@ def test_a_read_alone_writes_nothing(codec: str):
         assert before.tobytes() == after.tobytes()
 
 
+@pytest.mark.parametrize(
+    ("where", "message"), [((-1, 0), "cache group must be in"), ((0, 9), "layer must be")]
+)
+def test_an_append_to_no_layer_is_refused(where: tuple[int, int], message: str):
+    cache = make_cache()
+    cache, batch = cache.begin(jnp.ones(cache.lengths.shape, jnp.int32), time=1)
+    group = cache.spec.groups[0]
+    rows = jnp.zeros((cache.lengths.shape[0], 1, group.num_kv_heads, group.head_dim))
+    with pytest.raises(ValueError, match=message):
+        ops.append(cache, where, batch, rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((0, None, None), "window must be at least 1 token, got 0"),
+        ((None, 0.0, None), r"soft_cap must be above 0, got 0\.0"),
+        ((None, None, jnp.zeros(1)), r"sinks must be one a query head, \(4,\), got \(1,\)"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: tuple, message: str):
+    with pytest.raises(ValueError, match=message):
+        ops._check_options(jnp.zeros((1, 1, 4, 8)), *options)
+
+
 def test_an_implementation_is_named_or_left_to_the_platform():
     assert ops.choose("auto") == "xla"
     assert ops.choose("reference") == "reference"
@@ -132,13 +157,13 @@ def test_an_implementation_is_named_or_left_to_the_platform():
     [
         ("9.0", 64, "pallas_gpu", "auto -> pallas_gpu"),
         ("9.0", 8, "xla", "auto -> xla: the GPU kernel takes .* heads of .*, got 8"),
-        ("8.0", 64, "xla", ""),
+        ("8.0", 64, "xla", "auto -> xla: NVIDIA A100 has no kernel"),
     ],
 )
 def test_auto_chooses_a_gpus_kernel_where_it_takes_the_call_and_says_so(
     capability: str, head_dim: int, chosen: str, said: str, monkeypatch, caplog
 ):
-    device = SimpleNamespace(platform="gpu", compute_capability=capability)
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="NVIDIA A100")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     pages = Pages(jnp.zeros((2, 1, 8, head_dim), jnp.bfloat16))
     rows = jnp.zeros(1, jnp.int32)

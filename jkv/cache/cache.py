@@ -260,7 +260,10 @@ class Cache(State):
                 assert group.window is not None
                 oldest = self.peaks - pool.page_table.shape[1] * self.spec.page_size
                 can_cut &= jnp.maximum(shorter - group.window + 1, 0) >= oldest
-        return self.replace(lengths=jnp.where(can_cut | (shorter == 0), shorter, self.lengths))
+        is_empty = shorter == 0
+        lengths = jnp.where(can_cut | is_empty, shorter, self.lengths)
+        # Of a sequence that starts anew nothing is overwritten.
+        return self.replace(lengths=lengths, peaks=jnp.where(is_empty, 0, self.peaks))
 
     def is_ring(self, group: int) -> bool:
         """Whether a group's tables name fewer slots than a sequence may hold, and so are used in turn."""

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from math import ceil, gcd
 from pathlib import Path
@@ -151,9 +151,12 @@ def plan(arguments: Arguments) -> dict[str, Any]:
     if arguments.plot is not None and hbm is not None:
         plot(arguments.plot, deployment, memory=hbm, budget=hbm - reserve, found=found)
     sizes = deployment.sizes
+    if sizes is not None:
+        sizes = replace(sizes, num_kv_heads=sizes.num_kv_heads // deployment.mesh.kv_copies)
     return {
         "model": arguments.model,
         "parameters": sizes and sum(part.num_parameters() for part in parameters(sizes)),
+        "kv_copies": deployment.mesh.kv_copies,
         "devices": dict(deployment.mesh.axes),
         "lengths": [{"tokens": length, "share": float(share)} for length, share in deployment.mix.shares],
         "codec": arguments.codec,
@@ -191,6 +194,8 @@ def make_deployment(arguments: Arguments) -> Deployment:
             f"the model reads at most {sizes.max_length:,} tokens, got {mix.longest:,}; shorten the context"
         )
     mesh = _mesh(arguments)
+    if mesh.kv_copies > 1:
+        sizes = _with_kv_copies(sizes, mesh.kv_copies)
     if sizes is not None:
         _check_divides(sizes, mesh)
     weights = arguments.weights or (model.weights if model else "bfloat16")
@@ -283,6 +288,16 @@ def _preset_of(hub_id: str, names: Sequence[str]) -> ModelSection:
     return found
 
 
+def _with_kv_copies(sizes: SizesSection | None, copies: int) -> SizesSection:
+    """Return the sizes with copies of the KV heads, as `jkv.models.families.with_kv_copies` loads them."""
+    if sizes is None or sizes.latent is not None or sizes.num_heads // sizes.num_kv_heads % copies:
+        heads = "no model" if sizes is None else f"{sizes.num_kv_heads} KV heads for {sizes.num_heads}"
+        raise ValueError(
+            f"a mesh with kv_copies needs a --model with query heads for each copy, got {copies} and {heads}"
+        )
+    return replace(sizes, num_kv_heads=copies * sizes.num_kv_heads)
+
+
 def _groups(arguments: Arguments, sizes: SizesSection | None) -> list[CacheGroup]:
     if sizes is not None:
         return cache_groups(sizes, arguments.codec, arguments.value_codec)
@@ -342,6 +357,8 @@ def describe(shown: dict[str, Any]) -> str:
     lines = []
     if shown["parameters"]:
         lines.append(f"model: {shown['model']}, {shown['parameters']:,} parameters")
+    if shown["kv_copies"] > 1:
+        lines.append(f"KV heads: each on {shown['kv_copies']} devices")
     lines += [
         f"devices: {axes}",
         f"cache: {shown['bytes_per_token']:,} bytes a token ({codecs}, pages of {shown['page_size']}, "

@@ -287,6 +287,13 @@ def test_a_truncation_into_a_run_whose_keys_are_encoded_is_refused(length: int, 
     assert cache.truncate(jnp.array([length], jnp.int32)).lengths.tolist() == [left]
 
 
+def test_a_sequence_cut_to_nothing_starts_anew():
+    spec = CacheSpec.create([CacheGroup(1, NUM_HEADS, 8, "int4")], page_size=8)
+    cache, _ = Cache.dense(spec, num_sequences=1, capacity=80).begin(jnp.array([60], jnp.int32), time=60)
+    cache, _ = cache.truncate(jnp.zeros(1, jnp.int32)).begin(jnp.array([14], jnp.int32), time=14)
+    assert cache.truncate(jnp.array([11], jnp.int32)).lengths.tolist() == [11]
+
+
 def test_a_run_that_was_encoded_stays_so_after_a_truncation():
     spec = CacheSpec.create([CacheGroup(1, NUM_HEADS, 8, "int4")], page_size=8)
     cache, _ = Cache.dense(spec, num_sequences=1, capacity=80).begin(jnp.array([22], jnp.int32), time=22)

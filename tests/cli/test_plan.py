@@ -66,6 +66,21 @@ def test_a_model_on_this_machine_is_planned_by_its_header(run_json, tiny):
     assert shown["bytes_per_token"] == sizes["cache_bytes_per_token"]["bf16"]
 
 
+def test_copies_of_kv_heads_are_counted(run_json, refusal, tmp_path, monkeypatch):
+    mesh = tmp_path / "configs" / "meshes" / "eight.yaml"
+    mesh.parent.mkdir(parents=True)
+    mesh.write_text("base: single\naxes: {data: 1, model: 8}\nkv_copies: 2\n")
+    monkeypatch.chdir(tmp_path)
+    argv = ("--batch", "8", "--context", "8192", "--json")
+    (copied,) = run_json("plan", "--model", "qwen3-30b-a3b", "--mesh", "eight", *argv)
+    (halved,) = run_json("plan", "--model", "qwen3-30b-a3b", "--devices", "4", *argv)
+    assert copied["pool_bytes"] == halved["pool_bytes"]
+    assert copied["parameters"] == halved["parameters"]
+    assert "a mesh with kv_copies needs a --model" in refusal(
+        "plan", *BARE, "--mesh", "eight", "--batch", "8"
+    )
+
+
 def test_a_mesh_and_a_mix_are_read_from_files(run_json, tmp_path):
     mix = tmp_path / "mix.txt"
     mix.write_text("1000 1\n8192 1\n")
