@@ -21,12 +21,14 @@ class Report(NamedTuple):
         registers: of a thread.
         spilled_bytes: stores and loads of registers that there are not.
         shared_bytes: of shared memory.
+        tensor_axes: how many axes the tensors have of which TMA copies parts.
         code: the instructions, where MOSAIC_GPU_DUMP_SASS and _CUDA_ROOT ask for them; else None.
     """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    tensor_axes: set[int]
     code: str | None
 
 
@@ -64,11 +66,17 @@ def compile_paged(
             PagedArguments(query, *pages, *others), num_pages=num_pages, **options
         )
 
-    os.environ |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    dumps = {
+        "MOSAIC_GPU_DUMP_TO": str(folder),
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+    }
+    os.environ |= dumps
     try:
         jax.jit(call).lower(*shapes_on(mesh, [jax.ShapeDtypeStruct(*array) for array in arrays])).compile()
     finally:
-        del os.environ["MOSAIC_GPU_DUMP_TO"], os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+        for name in dumps:
+            del os.environ[name]
     return {file.stem: _report(file) for file in folder.glob("*.ptxas")}
 
 
@@ -77,6 +85,7 @@ def _report(file: Path) -> Report:
     (registers,) = re.findall(r"Used (\d+) registers", said)
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     (shared,) = re.findall(r"smem_scratch_bytes=(\d+)", resources)
+    axes = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", file.with_suffix(".ptx").read_text())
     code = file.with_suffix(".sass_ctrl")
     text = code.read_text() if code.exists() else None
-    return Report(int(registers), sum(map(int, spilled)), int(shared), text or None)
+    return Report(int(registers), sum(map(int, spilled)), int(shared), set(map(int, axes)), text or None)
