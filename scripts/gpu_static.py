@@ -31,7 +31,7 @@ CLOCKS_PER_WGMMA = 64 * 16 * 2 / 128
 CLOCKS_PER_SPECIAL = 32 * 4 / 16
 CLASSES = {
     "wgmma": "HGMMA",
-    "TMA": "UTMALDG",
+    "TMA": "UTMALDG|UBLKCP",
     "conversions": "I2F|F2F|I2FP|F2FP|PRMT",
     "special": "MUFU",
     "shared": "LDS|STS|LDSM|STSM",
