@@ -229,7 +229,7 @@ def paged_attention(
     )
     out, log_sum = _call(sizes, options, both, query.dtype, has_sinks=sinks is not None)(
         arguments.page_table.reshape(-1),
-        *_pieces(arguments.starts, arguments.lens, sizes),
+        *_pieces(arguments.starts, arguments.lens, sizes, window),
         jnp.asarray(arguments.page_offset, jnp.int32)[None],
         _to_rows(query.astype(options.dtype), sizes),
         None if sinks is None else _sink_rows(sinks, sizes),
@@ -284,20 +284,29 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def _pieces(
-    starts: Int[Array, " seq"], lens: Int[Array, " seq"], sizes: _Sizes
-) -> tuple[Int[Array, " one_more"], Int[Array, " one_more"], Int[Array, " one_more"]]:
-    """Return starts and lengths of all pieces, and of each the first from it on that has tokens.
+    starts: Int[Array, " seq"], lens: Int[Array, " seq"], sizes: _Sizes, window: int | None
+) -> tuple[
+    Int[Array, " one_more"], Int[Array, " one_more"], Int[Array, " one_more"], Int[Array, " one_more"]
+]:
+    """Return starts, lengths and first positions seen of all pieces, and of each the next that sees any.
 
-    A piece without tokens starts at 0, so that it has no pages.
+    A piece without tokens starts at 0, so that it has no pages; the next may be the piece itself.
     """
     past = jnp.arange(sizes.pieces_per_seq, dtype=jnp.int32)[None] * sizes.query_tokens
     piece_lens = jnp.clip(lens[:, None] - past, 0, sizes.query_tokens).reshape(-1)
     piece_starts = jnp.where(piece_lens > 0, (starts[:, None] + past).reshape(-1), 0)
+    # What is further back than the table is wide has been written over.
+    kept = jnp.maximum(starts + lens - sizes.max_pages * sizes.page_size, 0)
+    firsts = jnp.repeat(kept, sizes.pieces_per_seq)
+    if window is not None:
+        firsts = jnp.maximum(firsts, piece_starts - window + 1)
+    firsts = jnp.where(firsts < piece_starts + piece_lens, firsts, _HIDDEN)
     padding = (0, sizes.num_pieces + 1 - piece_lens.shape[0])
     piece_starts, piece_lens = jnp.pad(piece_starts, padding), jnp.pad(piece_lens, padding)
+    firsts = jnp.pad(firsts, padding, constant_values=_HIDDEN)
     index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
-    following = jax.lax.cummin(jnp.where(piece_lens > 0, index, sizes.num_pieces), reverse=True)
-    return piece_starts, piece_lens, following
+    following = jax.lax.cummin(jnp.where(firsts < _HIDDEN, index, sizes.num_pieces), reverse=True)
+    return piece_starts, piece_lens, firsts, following
 
 
 def _to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: _Sizes) -> Array:
@@ -364,7 +373,7 @@ def _call(
     return pl.pallas_call(
         functools.partial(_kernel, sizes=sizes, options=options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
+            num_scalar_prefetch=6,
             grid=(sizes.num_pieces // sizes.pieces_per_step,),
             in_specs=[of_step(sizes.share * sizes.rows), sink_spec, *stored],
             out_specs=[of_step(sizes.rows), of_step(sum_rows)],
@@ -405,6 +414,7 @@ def _kernel(
     table_ref,  # int32 [seq * max_pages]                      SMEM, prefetched
     starts_ref,  # int32 [piece + 1]                           SMEM, prefetched
     lens_ref,  # int32 [piece + 1]                             SMEM, prefetched
+    firsts_ref,  # int32 [piece + 1]                           SMEM, prefetched
     following_ref,  # int32 [piece + 1]                        SMEM, prefetched
     offset_ref,  # int32 [1]                                   SMEM, prefetched
     query_ref,  # [step_piece, kv_head, share * row, 128]      VMEM
@@ -432,9 +442,7 @@ def _kernel(
 
     def first_page(piece):
         """Return the first page that a piece sees."""
-        if options.window is None:
-            return jnp.int32(0)
-        return jax.lax.div(jnp.maximum(starts_ref[piece] - options.window + 1, 0), page_size)
+        return jax.lax.div(firsts_ref[piece], page_size)
 
     def end_page(piece):
         return jax.lax.div(starts_ref[piece] + lens_ref[piece] + page_size - 1, page_size)
@@ -619,9 +627,10 @@ def _kernel(
 
     def attend(index, piece, tile, buffer):
         """Take a tile into the sums of a piece."""
-        place = tile * block + slots() - starts_ref[piece]
+        position = tile * block + slots()
+        is_hidden = (hidden_ref[...] > 0) | (position < firsts_ref[piece])
         # Row `token * group + head` sees places up to its token's, compared in rows: nothing is divided.
-        past = jnp.where(hidden_ref[...] > 0, _HIDDEN, place * sizes.group)
+        past = jnp.where(is_hidden, _HIDDEN, (position - starts_ref[piece]) * sizes.group)
         row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, block), 0)
         is_seen = past <= row
         if options.window is not None:

@@ -51,6 +51,7 @@ class Walk(NamedTuple):
         num_blocks: blocks of the longest walk.
         positions: of each query row; -1 sees nothing.
         limits: the first position that a query row does not see in the pages.
+        begins: first position of each sequence that the table still names.
         ends: tokens that each sequence holds.
         num_pages: pages of the layer.
         page_size: slots of a page.
@@ -64,6 +65,7 @@ class Walk(NamedTuple):
     num_blocks: Int[Array, ""]
     positions: Int[Array, "seq row"]
     limits: Int[Array, "seq row"]
+    begins: Int[Array, " seq"]
     ends: Int[Array, " seq"]
     num_pages: int
     page_size: int
@@ -146,9 +148,9 @@ def plan_walk(
     ends = starts + lens
     steps = jnp.arange(time, dtype=jnp.int32)[None]
     positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1)
-    first = jnp.zeros_like(starts)
-    if window is not None:
-        first = jax.lax.div(jnp.maximum(starts - window + 1, 0), jnp.int32(block))
+    begins = _first_kept(table, ends, page_size)
+    first = begins if window is None else jnp.maximum(begins, starts - window + 1)
+    first = jax.lax.div(first, jnp.int32(block))
     last = jax.lax.div(ends + jnp.int32(block - 1), jnp.int32(block))
     positions = jnp.repeat(positions, group, axis=1)
     limits = positions + 1 if run_slots is None else positions - positions % run_slots
@@ -159,12 +161,20 @@ def plan_walk(
         num_blocks=jnp.max(jnp.where(lens > 0, last - first, 0)),
         positions=positions,
         limits=limits,
+        begins=begins,
         ends=ends,
         num_pages=num_pages,
         page_size=page_size,
         block_pages=block_pages,
         window=window,
     )
+
+
+def _first_kept(
+    table: Int[Array, "seq max_pages"], ends: Int[Array, " seq"], page_size: int
+) -> Int[Array, " seq"]:
+    """Return the first position that the table names: what is further back has been written over."""
+    return jnp.maximum(ends - table.shape[1] * page_size, 0)
 
 
 def follow(walk: Walk, sums: Sums, read: Callable[[Int[Array, "seq page"]], tuple[jax.Array, Pages]]) -> Sums:
@@ -181,7 +191,8 @@ def follow(walk: Walk, sums: Sums, read: Callable[[Int[Array, "seq page"]], tupl
         logical = walk.first_page[:, None] + i * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None]
         pages, is_page = _layer_pages(walk.table, logical, walk.num_pages, walk.page_offset)
         places = logical[:, :1] * page_size + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None]
-        is_live = jnp.repeat(is_page, page_size, axis=1) & (places < walk.ends[:, None])
+        is_live = jnp.repeat(is_page, page_size, axis=1)
+        is_live &= (places >= walk.begins[:, None]) & (places < walk.ends[:, None])
         is_seen = is_live[:, None] & (places[:, None] < walk.limits[:, :, None])
         if walk.window is not None:
             is_seen &= places[:, None] > walk.positions[:, :, None] - walk.window
@@ -291,8 +302,10 @@ def _own_runs(
 
     keys = recent.reshape(num_seqs, num_heads, num_runs, span, head_dim).swapaxes(1, 2)
     places = begins[:, :, None] + jnp.arange(span, dtype=jnp.int32)[None, None]
-    ends = (arguments.starts + arguments.lens)[:, None, None]
-    is_live, places = reach(is_page[..., None] & (places < ends)), reach(places)
+    ends = arguments.starts + arguments.lens
+    kept = _first_kept(arguments.page_table, ends, page_size)
+    is_live = is_page[..., None] & (places >= kept[:, None, None]) & (places < ends[:, None, None])
+    is_live, places = reach(is_live), reach(places)
     values = gather(arguments.values, reach(pages[..., None]), reach(within[..., None]), span)
     own = pieces(positions, 1)
     is_seen = is_live[:, None] & (places[:, None] <= own[..., None])

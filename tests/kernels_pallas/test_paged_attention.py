@@ -149,6 +149,15 @@ def test_pages_written_over_are_not_seen(compute):
     assert_log_sums_close(log_sum, expected_log_sum)
 
 
+@pytest.mark.parametrize("compute", [run_xla, run_reference])
+def test_without_a_window_the_latest_tokens_that_the_table_names_are_seen(compute):
+    shape = Shape(4, 2, 8, page_size=4, time=1, totals=(1, 9, 14))
+    out, log_sum = compute(shape, *make_arguments(shape, width=2))
+    expected, expected_log_sum = dense_attention(dataclasses.replace(shape, window=8))
+    assert_close(out, expected, TOLERANCE)
+    assert_log_sums_close(log_sum, expected_log_sum)
+
+
 @pytest.mark.parametrize("name", [name for name in SHAPES if "decode" in name])
 def test_bfloat16_pools_cost_at_most_twice_the_definitions_own_error(name: str):
     shape = SHAPES[name]

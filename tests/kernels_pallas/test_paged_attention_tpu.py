@@ -151,6 +151,23 @@ def test_float32_pools_are_multiplied_as_they_are_and_what_has_no_page_is_not_se
         assert_close(out, run_reference(shape, arguments, num_pages)[0])
 
 
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [
+        (Shape(4, 2, 128, page_size=16, time=5, totals=(0, 3, 150), window=40), 4),
+        # More new tokens than the table has slots: the first of them see nothing.
+        (Shape(4, 2, 128, page_size=16, time=20, totals=(3, 20, 37), has_sinks=True), 1),
+    ],
+)
+def test_pages_written_over_are_not_seen(shape: Shape, width: int):
+    arguments, num_pages = make_arguments(shape, width=width)
+    out, log_sum = run_kernel(shape, arguments, num_pages)
+    assert not has_races()
+    expected, expected_log_sum = run_reference(shape, arguments, num_pages)
+    assert_close(out, expected)
+    assert_log_sums_close(log_sum, expected_log_sum)
+
+
 FAULTS = {
     "a copy that is not waited for": ("copy.wait()", "pass"),
     "a copy into a tile that is in use": ("range(sizes.num_buffers - 1)", "range(sizes.num_buffers)"),
