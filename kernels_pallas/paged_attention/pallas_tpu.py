@@ -32,6 +32,8 @@ _TILE_BYTES = 2**20
 # Rows of logits computed at once, of several heads where a head has fewer, and bytes of queries that a step
 # of the grid brings in.
 _MAX_ROWS, _STEP_BYTES = 512, 2**19
+# Rows of queries of all heads at most: with their sums and sinks they take 14 to 22 MiB.
+_MAX_HEAD_ROWS = 2**12
 # Tokens of a tile at most, and logits of a head in it.
 _MAX_BLOCK, _MAX_LOGITS = 2048, 2**18
 # Half of the SMEM of every generation, 1 MiB; half of a v7x core's VMEM.
@@ -125,8 +127,13 @@ class _Options:
     soft_cap: float | None
 
 
-def refusal(arguments: PagedArguments) -> str | None:
-    """Return why the kernel does not take a call, in one sentence; None where it does."""
+def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | None:
+    """Return why the kernel does not take a call, in one sentence; None where it does.
+
+    Args:
+        arguments: the call.
+        tiling: None is that of `tiling_for` without a window, which makes no tile larger.
+    """
     for name, pages in (("keys", arguments.keys), ("values", arguments.values)):
         if (why := _refused_pages(name, pages)) is not None:
             return why
@@ -137,7 +144,27 @@ def refusal(arguments: PagedArguments) -> str | None:
             f"the page table must take at most {_SMEM_BYTES:,} bytes, got {table_bytes:,} for "
             f"{table.shape[0]} sequences of {table.shape[1]} pages; use larger pages"
         )
+    tiling = tiling or tiling_for(arguments, window=None)
+    vmem_bytes = _vmem_bytes(arguments, tiling)
+    if vmem_bytes > _VMEM_BYTES:
+        return (
+            f"tiles and sums must take at most {_VMEM_BYTES:,} bytes, got {vmem_bytes:,} for "
+            f"{arguments.keys.data.shape[1]} KV heads, pages of {arguments.keys.page_size} slots and pieces "
+            f"of {min(arguments.query.shape[1], tiling.query_tokens)} tokens; use smaller pages or tiles"
+        )
     return None
+
+
+def _vmem_bytes(arguments: PagedArguments, tiling: Tiling) -> int:
+    """Return the bytes of tiles, sums and two steps' blocks, as if there were sinks."""
+    sizes = _sizes(arguments, arguments.keys.data.shape[0], tiling)
+    # A row's query at each place and its output, of two steps; its sink, twice, padded; its three sums.
+    query_bytes = sizes.share * _operand_dtype(arguments).dtype.itemsize
+    step_bytes = 2 * sizes.pieces_per_step * (query_bytes + arguments.query.dtype.itemsize)
+    row_bytes = LANES * (step_bytes + (2 + 3) * 4)
+    tiles = [array for pages in arguments[1:3] for array in _tiles(sizes, pages) if array is not None]
+    tile_bytes = sum(math.prod(array.shape) * array.dtype.itemsize for array in tiles)
+    return sizes.num_kv_heads * sizes.rows * row_bytes + tile_bytes
 
 
 def _refused_pages(name: str, pages: Pages) -> str | None:
@@ -157,8 +184,21 @@ def _refused_pages(name: str, pages: Pages) -> str | None:
             f"a page of {name} must be a multiple of {least} rows of {LANES} lanes, got {rows} for "
             f"{pages.page_size} slots of {pages.head_dim} entries; use larger pages"
         )
-    if _scaling(pages) == "token" and pages.page_size % LANES and LANES % pages.page_size:
+    if rows * LANES != pages.page_size * slot_lanes(pages.head_dim, LANES):
+        return (
+            f"a page of {name} must fill its {rows} rows of {LANES} lanes, got {pages.page_size} slots of "
+            f"{pages.head_dim} entries; use larger pages"
+        )
+    if pages.scale is None or _scaling(pages) != "token":
+        return None
+    if pages.page_size % LANES and LANES % pages.page_size:
         return f"page_size must divide {LANES} or be a multiple of it, got {pages.page_size}"
+    scale_rows = math.prod(pages.scale.shape[2:-1])
+    if scale_rows != max(1, pages.page_size // LANES):
+        return (
+            f"the scales of a page of {name} must fill their {scale_rows} rows of {LANES} lanes, got "
+            f"{pages.page_size} slots; use a page_size that is a power of two"
+        )
     return None
 
 
@@ -184,7 +224,8 @@ def tiling_for(arguments: PagedArguments, *, window: int | None) -> Tiling:
     if window is not None:
         longest = min(longest, window + page_size)
     group = arguments.query.shape[2] // arguments.keys.data.shape[1]
-    query_tokens = max(1, _MAX_ROWS // group)
+    most_rows = min(_MAX_ROWS, _MAX_HEAD_ROWS // arguments.keys.data.shape[1])
+    query_tokens = max(1, most_rows // group)
     rows = min(arguments.query.shape[1], query_tokens) * group
     most = min(_MAX_BLOCK, _MAX_LOGITS // rows)
     block = min(most, max(LANES, _TILE_BYTES // token_bytes), longest)
@@ -214,7 +255,7 @@ def paged_attention(
     Raises:
         ValueError: the kernel does not take the call; see `refusal`.
     """
-    if (why := refusal(arguments)) is not None:
+    if (why := refusal(arguments, tiling)) is not None:
         raise ValueError(f"paged attention on TPUs cannot run: {why}")
     query, keys, values = arguments[:3]
     both = (keys, values)

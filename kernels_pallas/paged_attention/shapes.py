@@ -55,6 +55,7 @@ MODELS: dict[str, Shape] = {
     "llama3_8b": Shape(32, 8, 128, page_size=128, time=1, totals=(8192,) * 64),
     "llama3_8b_small_pages": Shape(32, 8, 128, page_size=32, time=1, totals=(8192,) * 64),
     "llama3_8b_chunk": Shape(32, 8, 128, page_size=128, time=512, totals=(8192,) * 4),
+    "llama2_7b_chunk": Shape(32, 32, 128, page_size=128, time=512, totals=(8192,) * 4),
     "llama3_70b": Shape(64, 8, 128, page_size=128, time=1, totals=(8192,) * 64),
     "llama3_70b_of_8": Shape(8, 1, 128, page_size=128, time=1, totals=(8192,) * 64),
     "qwen3_30b_a3b": Shape(32, 4, 128, page_size=128, time=1, totals=(8192,) * 64),

@@ -239,6 +239,34 @@ def test_what_the_kernel_does_not_take_is_refused_with_its_sizes(shape: Shape, d
         pallas_tpu.paged_attention(arguments, num_pages=num_pages, scale=1.0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "codec", "message"),
+    [
+        (
+            Shape(2, 1, 128, page_size=12, time=1),
+            "bf16",
+            "must fill its 16 rows of 128 lanes, got 12 slots of 128 entries",
+        ),
+        (
+            Shape(2, 1, 128, page_size=384, time=1),
+            "int8",
+            "scales of a page of keys must fill their 4 rows of 128 lanes, got 384 slots",
+        ),
+        (
+            Shape(16, 16, 128, page_size=2048, time=1),
+            "bf16",
+            "at most 33,554,432 bytes, got 51,183,616 for 16 KV heads, pages of 2048 slots",
+        ),
+    ],
+)
+def test_pages_that_do_not_suit_the_kernel_are_refused_with_their_sizes(
+    shape: Shape, codec: str, message: str
+):
+    refused = pallas_tpu.refusal(model_arguments(shape, codec)[0])
+    assert refused is not None
+    assert message in refused
+
+
 def test_a_page_table_that_does_not_fit_is_refused_with_its_sizes():
     arguments, _ = make_arguments(Shape(2, 1, 128, page_size=16, time=1), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((1024, 1024), jnp.int32)
