@@ -47,7 +47,9 @@ class Attended(NamedTuple):
 
 
 def choose(
-    implementation: Implementation, arguments: PagedArguments | LatentArguments | None = None
+    implementation: Implementation,
+    arguments: PagedArguments | LatentArguments | None = None,
+    tiling: Tiling | None = None,
 ) -> Chosen:
     """Return the implementation that runs: a name is itself; `auto` is the platform's kernel, or `xla`.
 
@@ -57,6 +59,7 @@ def choose(
     Args:
         implementation: `auto`, or one by name.
         arguments: the call; None asks for the platform's choice, whatever is called.
+        tiling: of the call.
 
     Raises:
         ValueError: the name is unknown.
@@ -76,7 +79,7 @@ def choose(
     elif isinstance(arguments, LatentArguments):
         reason = "latents have no kernel"
     else:
-        reason = _module(kernel).refusal(arguments)
+        reason = _module(kernel).refusal(arguments, tiling)
     chosen = kernel if kernel is not None and reason is None else "xla"
     _LOGGER.info("attention: auto -> %s%s", chosen, "" if reason is None else f": {reason}")
     return chosen
@@ -176,7 +179,7 @@ def attend(
             recent,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        chosen = choose(implementation, arguments)
+        chosen = choose(implementation, arguments, tiling)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, log_sum = _module(chosen).paged_attention(
             arguments,

@@ -131,7 +131,7 @@ class PagedArguments(NamedTuple):
         keys: pages of all layers.
         values: the same for values.
         page_table: page `p` of a sequence is in column `p` modulo the width; ids past `num_pages` or
-            negative: none.
+            negative: none. Of more tokens than the table's pages have slots for, the latest are seen.
         starts: tokens that each sequence held before this step.
         lens: new tokens of each sequence, already written to the pool; 0 for an idle row.
         page_offset: the pool's page that is page 0 of this layer.

@@ -44,7 +44,10 @@ def test_every_verb_has_help(capsys, verb):
         (("generate", "--max-new-tokens", "1.5"), "--max-new-tokens: must be a whole number, got '1.5'"),
         (("generate", "--stop-token-ids", "x"), "--stop-token-ids: must be whole numbers and so on, got 'x'"),
         (("generate", "--temperature"), "--temperature: must be followed by a value"),
-        (("generate", "--attention", "xlb"), "--attention: must be auto or reference or xla, got 'xlb'"),
+        (
+            ("generate", "--attention", "xlb"),
+            "--attention: must be auto or pallas_gpu or pallas_tpu or reference or xla, got 'xlb'",
+        ),
         (("generate", "--temprature", "1"), '--temprature: is not a flag (did you mean "--temperature"?)'),
         (("bench", "decode", "--steps", "x"), "--steps: must be a whole number, got 'x'"),
         (("bench", "speed"), "what: must be decode, got 'speed'"),
