@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention import Pages
-from kernels_pallas.paged_attention.contract import check_pages
+from kernels_pallas.paged_attention.contract import check_pages, check_walk
 
 
 class UpProjections(NamedTuple):
@@ -71,11 +71,7 @@ def check(arguments: LatentArguments, *, num_pages: int, window: int | None) -> 
     sizes, needed = (query.shape[-1], arguments.rope_query.shape[-1]), (width, ropes.head_dim)
     if sizes != needed:
         raise ValueError(f"queries and their rotated parts must have {needed} entries, got {sizes}")
-    total_pages = latents.data.shape[0]
-    if total_pages % num_pages:
-        raise ValueError(f"pool pages must be a multiple of pages a layer, got {total_pages} and {num_pages}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 token, got {window}")
+    check_walk(latents.data.shape[0], num_pages=num_pages, window=window)
     if latents.run_slots is not None or ropes.run_slots is not None:
         raise ValueError("latents must be scaled by token, head or channels, got scales of runs of slots")
 

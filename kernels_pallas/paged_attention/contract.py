@@ -171,10 +171,7 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
         raise ValueError(
             f"query heads must be a multiple of KV heads, got {query.shape[2]} and {num_kv_heads}"
         )
-    if total_pages % num_pages:
-        raise ValueError(f"pool pages must be a multiple of pages a layer, got {total_pages} and {num_pages}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 token, got {window}")
+    check_walk(total_pages, num_pages=num_pages, window=window)
     _check_recent(arguments)
 
 
@@ -192,6 +189,18 @@ def _check_recent(arguments: PagedArguments) -> None:
             raise ValueError(
                 f"a step of {time} tokens in runs of {span} needs {needed} recent keys, got {recent.shape[2]}"
             )
+
+
+def check_walk(total_pages: int, *, num_pages: int, window: int | None) -> None:
+    """Refuse a pool that is not whole layers, and a window of nothing.
+
+    Raises:
+        ValueError: the message names the sizes.
+    """
+    if total_pages % num_pages:
+        raise ValueError(f"pool pages must be a multiple of pages a layer, got {total_pages} and {num_pages}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}")
 
 
 def check_pages(pages: Pages) -> None:
