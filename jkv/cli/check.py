@@ -5,30 +5,26 @@ Knows sizes and names; reads headers of weights and touches no device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from typing import get_args
 
-import jax.numpy as jnp
 import tyro
-from flax import nnx
 
 from jkv import ops
-from jkv.cli.fits import check_divides
+from jkv.cli.fits import check_divides, check_packs, weight_sizes
 from jkv.cli.inspect import describe_groups
 from jkv.cli.options import parse
 from jkv.config import (
     LOGICAL_ARRAYS,
     DecodeConfig,
     MeshSection,
+    SizesSection,
     config_yaml,
     load_config,
 )
 from jkv.decode.configured import configured_scales, configured_spec, open_configured
-from jkv.layers.quantized import check_weight_codec
-from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.weights.locate import is_hub_id
-
-WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+from jkv.plan.decoder import Stored, parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +73,10 @@ def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | No
     resolved = load_config(config, overrides)
     parts = [config_yaml(resolved), _devices(resolved), _specs(resolved.mesh)]
     if model is not None:
-        check_divides(resolved, model, num_sequences=resolved.engine.max_sequences)
-        weights = resolved.model.weights
-        if weights in ("int8", "int4"):
-            has_mesh = resolved.mesh.num_devices > 1
-            check_weight_codec(weights, has_experts=model.mixture is not None, has_mesh=has_mesh)
-        parts += [_weights(resolved, model), _cache(resolved, model)]
+        sizes, rows = weight_sizes(model), resolved.engine.max_sequences
+        check_divides(sizes, resolved.mesh, name=resolved.model.path, num_sequences=rows)
+        check_packs(sizes, resolved.model.weights, resolved.mesh)
+        parts += [_weights(resolved, sizes), _cache(resolved, model)]
     return "\n".join(parts)
 
 
@@ -100,23 +94,19 @@ def _specs(mesh: MeshSection) -> str:
     return "\n".join(["partition specs:", *lines, ""])
 
 
-def _weights(config: DecodeConfig, model: ModelConfig) -> str:
-    dtype = jnp.dtype(config.model.dtype)
-    shapes = nnx.eval_shape(lambda: Decoder(model, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    total = on_device = 0
-    for _, parameter in nnx.to_flat_state(nnx.state(shapes, nnx.Param)):
-        total += parameter.size
-        on_device += parameter.size // prod(map(config.mesh.shards, parameter.get_metadata()["logical_axes"]))
-    sizes = [f"  {name:10}{_bytes(total * bits // 8)}" for name, bits in WEIGHT_BITS.items()]
+def _weights(config: DecodeConfig, sizes: SizesSection) -> str:
+    parts, mesh, lines = parameters(sizes), config.mesh, []
+    for stored in get_args(Stored):
+        try:
+            check_packs(sizes, stored, mesh)
+            shown = _bytes(sum(part.num_bytes(stored) for part in parts))
+        except ValueError as error:
+            shown = f"none: {error}"
+        lines.append(f"  {stored:10}{shown}")
     stored = config.model.weights
-    return "\n".join(
-        [
-            f"parameters: {total:,} (bytes of integers without their scales)",
-            *sizes,
-            f"  on a device, {stored}: {_bytes(on_device * WEIGHT_BITS[stored] // 8)}",
-            "",
-        ]
-    )
+    on_device = sum(part.num_bytes(stored, mesh) for part in parts)
+    lines.append(f"  on a device, {stored}: {_bytes(on_device)}")
+    return "\n".join([f"parameters: {sum(part.num_parameters() for part in parts):,}", *lines, ""])
 
 
 def _cache(config: DecodeConfig, model: ModelConfig) -> str:

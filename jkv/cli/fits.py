@@ -6,15 +6,20 @@ Knows sizes; reads no tensor.
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd
 from pathlib import Path
 
 import jax
 
-from jkv.config import ConfigError, DecodeConfig, Place, Problem
+from jkv.config import ConfigError, DecodeConfig, MeshSection, Place, Problem, SizesSection
 from jkv.decode.batch import read_prompts
 from jkv.decode.configured import configured_plan
 from jkv.decode.pages import CachePlan
+from jkv.layers.quantized import check_weight_codec
 from jkv.models.families import ModelConfig
+from jkv.plan.decoder import Stored, input_widths
+from jkv.plan.model import sizes_of
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -43,7 +48,7 @@ def check_tokens(
     """
     read_prompts(prompts, vocab_size=model.vocab_size)
     check_length(model, max(map(len, prompts)) + num_new, remedy=remedy)
-    check_divides(config, model, num_sequences=len(prompts))
+    check_divides(weight_sizes(model), config.mesh, name=config.model.path, num_sequences=len(prompts))
     # A score reads what follows the last token, as if it were one new token.
     plan = configured_plan(config, model, Counter(map(len, prompts)), max(num_new, 1), max_chunk=max_chunk)
     check_memory(config, plan)
@@ -56,32 +61,67 @@ def check_length(model: ModelConfig, num_tokens: int, *, remedy: str) -> None:
         raise ValueError(f"the model reads at most {model.max_length} tokens, got {num_tokens}{remedy}")
 
 
-def check_divides(config: DecodeConfig, model: ModelConfig, *, num_sequences: int) -> None:
-    """Refuse mesh axes that do not divide what they split, all of them at once."""
-    sizes = {
-        "seq": (num_sequences, "sequences"),
-        "q_head": (model.num_heads, "query heads"),
-        "kv_head": (model.num_kv_heads, "key and value heads"),
-        "embed": (model.embed_dim, "entries of the residual stream"),
-        "mlp": (model.mlp_dim, "entries of the MLP"),
-        "vocab": (model.vocab_size, "token ids"),
-        "layer": (model.num_layers, "layers"),
+def weight_sizes(model: ModelConfig) -> SizesSection:
+    """Return the sizes of the model's weights, to which its windows are nothing."""
+    return sizes_of(replace(model, windows=()))
+
+
+def check_divides(
+    sizes: SizesSection, mesh: MeshSection, *, name: str, num_sequences: int | None = None
+) -> None:
+    """Refuse mesh axes that do not divide what they split, all of them at once.
+
+    Args:
+        sizes: of the model.
+        mesh: the devices, and what is split over them.
+        name: the model's, for the message.
+        num_sequences: rows of the batch; None where a device may have one more than another.
+
+    Raises:
+        ConfigError: names each rule.
+    """
+    experts = sizes.experts
+    widths = [sizes.mlp_dim] if sizes.num_dense_layers else []
+    widths += [experts.mlp_dim] if experts else []
+    counted = {
+        "seq": (num_sequences or 0, "sequences"),
+        "q_head": (sizes.num_heads, "query heads"),
+        "kv_head": (sizes.num_kv_heads, "key and value heads"),
+        "embed": (sizes.embed_dim, "entries of the residual stream"),
+        "mlp": (gcd(*widths), "entries of an MLP"),
+        "expert": (experts.num_experts if experts else 0, "experts"),
+        "vocab": (sizes.vocab_size, "token ids"),
+        "layer": (sizes.num_layers, "layers"),
     }
-    mesh = config.mesh
-    reason = "must split {} evenly, got {} over {} devices; choose another mesh{} or drop the rule"
+    reason = "must split {} evenly, got {} over {} devices; choose other devices{} or drop the rule"
     # More devices than KV heads may have copies of them.
     hints = {"kv_head": ", set mesh.kv_copies"}
     problems = [
         Problem(
-            Place(config.model.path),
+            Place(name),
             f"mesh.rules.{axis}",
             reason.format(what, size, mesh.shards(axis), hints.get(axis, "")),
         )
-        for axis, (size, what) in sizes.items()
+        for axis, (size, what) in counted.items()
         if size % mesh.shards(axis)
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def check_packs(sizes: SizesSection, weights: Stored, mesh: MeshSection) -> None:
+    """Refuse weights that do not pack as they are to be stored.
+
+    Raises:
+        ValueError: as `check_weight_codec`.
+    """
+    if weights in ("int8", "int4"):
+        check_weight_codec(
+            weights,
+            widths=input_widths(sizes),
+            has_experts=sizes.experts is not None,
+            has_mesh=mesh.num_devices > 1,
+        )
 
 
 def check_memory(config: DecodeConfig, plan: CachePlan) -> None:

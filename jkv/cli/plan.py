@@ -9,17 +9,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from math import ceil, gcd
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 from jkv.cache.codec import CODECS, PoolLayout
 from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.cli.fits import check_divides, check_packs
 from jkv.cli.options import Flag, parse_alone
 from jkv.config import CodecName, MeshSection, ModelSection, SizesSection, load_config
 from jkv.config.compose import bundled_configs
 from jkv.config.errors import did_you_mean
-from jkv.layers.quantized import check_weight_codec
 from jkv.models.weights.locate import is_hub_id
 from jkv.models.weights.model import open_model
 from jkv.plan.capacity import Deployment, choices
@@ -30,6 +30,8 @@ from jkv.plan.page import Settings, page
 from jkv.plan.plot import plot
 
 _PAGE_SIZES = (16, 64, 256)
+_RESERVE = 0.1
+_STEP_TOKENS = 512
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for unit, base in (("B", 1000), ("iB", 1024))
@@ -54,8 +56,8 @@ class Arguments:
     """Entries of a head, without --model."""
     hbm: str | None = None
     """Memory of a device, as 141GB, 80GiB or 16e9."""
-    reserve: float = 0.1
-    """Share of that memory left to the runtime, its programs and fragmentation of its allocator."""
+    reserve: float | None = None
+    """Share of that memory left to the runtime, its programs and fragmentation of its allocator; 0.1."""
     devices: int | None = None
     """Devices that share heads, MLP and vocabulary."""
     mesh: str | None = None
@@ -66,6 +68,8 @@ class Arguments:
     """Tokens of every sequence."""
     context_mix: Path | None = None
     """File of lengths and their shares, as `8192, 0.25`, one a line."""
+    cache: Literal["dense", "paged", "window"] = "paged"
+    """Layout: paged gives sequences what each needs, others what the longest does; dense ignores windows."""
     codec: CodecName = "bf16"
     """How keys are stored, and values unless --value-codec says otherwise."""
     value_codec: CodecName | None = None
@@ -78,8 +82,8 @@ class Arguments:
     """How weights are stored; as the preset says, else bfloat16."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Activations; as the preset says, else bfloat16."""
-    step_tokens: int = 512
-    """New tokens of a step on a device, of prompts' chunks; a window keeps room for them."""
+    step_tokens: int | None = None
+    """New tokens of a step on a device, of prompts' chunks, 512; a window keeps room for them."""
     json: Flag = False
     """Print one JSON object."""
     plot: Path | None = None
@@ -119,7 +123,7 @@ def make_settings(arguments: Arguments, shown: dict[str, Any]) -> Settings:
     return Settings(
         spec=deployment.spec.split_heads(mesh.shards("kv_head")),
         num_sequences=-(-shown["num_sequences"] // mesh.shards("page")),
-        num_tokens=ceil(deployment.mix.mean(lambda length: length)),
+        num_tokens=ceil(deployment.held.mean(lambda length: length)),
         memory=memory,
         taken=shown["reserve"] + shown["total"] - shown["pool_bytes"],
     )
@@ -138,9 +142,12 @@ def plan(arguments: Arguments) -> dict[str, Any]:
         raise ValueError("--plot needs --hbm, the memory that it draws against")
     if hbm is None and arguments.batch is None:
         raise ValueError("--hbm or --batch must be given: the memory to fill, or the sequences to hold")
-    if not 0 <= arguments.reserve < 1:
-        raise ValueError(f"--reserve must be a share from 0 to 1, got {arguments.reserve}")
-    reserve = 0 if hbm is None else int(hbm * Fraction(str(arguments.reserve)))
+    if hbm is None and arguments.reserve is not None:
+        raise ValueError("--reserve is a share of --hbm; give the memory, or drop it")
+    share = _RESERVE if arguments.reserve is None else arguments.reserve
+    if not 0 <= share < 1:
+        raise ValueError(f"--reserve must be a share from 0 to 1, got {share}")
+    reserve = 0 if hbm is None else int(hbm * Fraction(str(share)))
     fitting = None if hbm is None else deployment.sequences_in(hbm - reserve)
     num_sequences = arguments.batch if arguments.batch is not None else fitting or 1
     memory = deployment.memory(num_sequences)
@@ -159,6 +166,7 @@ def plan(arguments: Arguments) -> dict[str, Any]:
         "kv_copies": deployment.mesh.kv_copies,
         "devices": dict(deployment.mesh.axes),
         "lengths": [{"tokens": length, "share": float(share)} for length, share in deployment.mix.shares],
+        "cache": arguments.cache,
         "codec": arguments.codec,
         "value_codec": arguments.value_codec or arguments.codec,
         "page_size": spec.page_size,
@@ -196,12 +204,14 @@ def make_deployment(arguments: Arguments) -> Deployment:
     mesh = _mesh(arguments)
     if mesh.kv_copies > 1:
         sizes = _with_kv_copies(sizes, mesh.kv_copies)
-    if sizes is not None:
-        _check_divides(sizes, mesh)
     weights = arguments.weights or (model.weights if model else "bfloat16")
-    if sizes is not None and weights in ("int8", "int4"):
-        has_mesh = mesh.num_devices > 1
-        check_weight_codec(weights, has_experts=sizes.experts is not None, has_mesh=has_mesh)
+    if sizes is not None:
+        check_divides(sizes, mesh, name=arguments.model or "")
+        check_packs(sizes, weights, mesh)
+    if arguments.cache == "window" and (sizes is None or sizes.window is None):
+        raise ValueError(
+            "--cache window needs a --model whose layers have a sliding window, got one without; use dense"
+        )
     return Deployment(
         spec=_spec(arguments, _groups(arguments, sizes)),
         mix=mix,
@@ -209,7 +219,8 @@ def make_deployment(arguments: Arguments) -> Deployment:
         sizes=sizes,
         weights=weights,
         dtype=arguments.dtype or (model.dtype if model else "bfloat16"),
-        step_tokens=arguments.step_tokens,
+        step_tokens=arguments.step_tokens or _STEP_TOKENS,
+        has_pool=arguments.cache == "paged",
     )
 
 
@@ -261,6 +272,10 @@ def _model(arguments: Arguments) -> ModelSection | None:
     if arguments.model is None:
         if None in bare:
             raise ValueError("--model must be given, or all of --layers, --kv-heads and --head-dim")
+        for name in ("weights", "dtype", "step_tokens"):
+            if getattr(arguments, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"without --model the cache alone is counted; give one, or drop {flag}")
         return None
     if any(value is not None for value in bare):
         raise ValueError("--model names the sizes; drop --layers, --kv-heads and --head-dim")
@@ -300,7 +315,8 @@ def _with_kv_copies(sizes: SizesSection | None, copies: int) -> SizesSection:
 
 def _groups(arguments: Arguments, sizes: SizesSection | None) -> list[CacheGroup]:
     if sizes is not None:
-        return cache_groups(sizes, arguments.codec, arguments.value_codec)
+        keeps_all = arguments.cache == "dense"
+        return cache_groups(sizes, arguments.codec, arguments.value_codec, keeps_all=keeps_all)
     assert arguments.layers is not None
     assert arguments.kv_heads is not None
     assert arguments.head_dim is not None
@@ -313,7 +329,7 @@ def _spec(arguments: Arguments, groups: Sequence[CacheGroup]) -> CacheSpec:
     return CacheSpec.create(
         groups,
         page_size=arguments.page_size,
-        max_chunk=arguments.step_tokens,
+        max_chunk=arguments.step_tokens or _STEP_TOKENS,
         layout=arguments.pool_layout,
     )
 
@@ -326,25 +342,6 @@ def _mesh(arguments: Arguments) -> MeshSection:
         return load_config("smollm2-cpu", ["--mesh", arguments.mesh]).mesh
     single = load_config("smollm2-cpu").mesh
     return MeshSection((("data", 1), ("model", arguments.devices or 1)), single.axis_types, single.rules)
-
-
-def _check_divides(sizes: SizesSection, mesh: MeshSection) -> None:
-    """Refuse a mesh that does not divide what it splits."""
-    widths = [sizes.mlp_dim] if sizes.num_dense_layers else []
-    widths += [sizes.experts.mlp_dim] if sizes.experts else []
-    counted = {
-        "q_head": (sizes.num_heads, "query heads"),
-        "mlp": (gcd(*widths), "entries of an MLP"),
-        "embed": (sizes.embed_dim, "entries of the residual stream"),
-        "vocab": (sizes.vocab_size, "token ids"),
-        "expert": (sizes.experts.num_experts if sizes.experts else 0, "experts"),
-    }
-    for axis, (size, what) in counted.items():
-        if size % mesh.shards(axis):
-            raise ValueError(
-                f"{what} must split evenly over devices, got {size} over {mesh.shards(axis)}; "
-                "choose another mesh or fewer devices"
-            )
 
 
 _WORDS = {"rounding": "page rounding", "recent": "recent keys"}
@@ -361,8 +358,8 @@ def describe(shown: dict[str, Any]) -> str:
         lines.append(f"KV heads: each on {shown['kv_copies']} devices")
     lines += [
         f"devices: {axes}",
-        f"cache: {shown['bytes_per_token']:,} bytes a token ({codecs}, pages of {shown['page_size']}, "
-        f"{shown['layout']}), {shown['device_bytes_per_token']:,} on a device",
+        f"cache: {shown['bytes_per_token']:,} bytes a token ({shown['cache']}, {codecs}, pages of "
+        f"{shown['page_size']}, {shown['layout']}), {shown['device_bytes_per_token']:,} on a device",
         f"lengths: {', '.join(f'{part["tokens"]:,} ({part["share"]:.3g})' for part in shown['lengths'])}",
         "",
         f"a device with its part of {shown['num_sequences']:,} sequences:",

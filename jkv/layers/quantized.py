@@ -5,6 +5,7 @@ lanes (docs/performance.md); other backends compute the same values from the sam
 """
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import jax
@@ -23,6 +24,8 @@ WeightCodec = Literal["int8", "int4"]
 # XLA's CPU backend turns a sum over a longer axis into a form that it cannot fuse.
 _LONGEST_SUM = 32
 _GROUP = 32
+# What the inputs of a weight are a multiple of: words of four bytes by eight lanes, two groups.
+_MULTIPLES = {"int8": 32, "int4": 64}
 
 
 class Int8Weight(nnx.Module):
@@ -35,7 +38,7 @@ class Int8Weight(nnx.Module):
     """
 
     def __init__(self, weight: Float[np.ndarray, "out in"]):
-        _check_inputs(weight, 32, "int8")
+        _check_inputs(weight, "int8")
         peak = np.abs(weight).max(axis=1)
         scale = np.where(peak == 0, 1.0, peak / 127).astype(np.float32)
         levels = np.rint(weight / scale[:, None]).astype(np.int8).view(np.uint8).astype(np.uint32)
@@ -78,7 +81,7 @@ class Int4Weight(nnx.Module):
     """
 
     def __init__(self, weight: Float[np.ndarray, "out in"]):
-        _check_inputs(weight, 64, "int4")
+        _check_inputs(weight, "int4")
         groups = weight.reshape(len(weight), -1, _GROUP)
         minimum = groups.min(axis=2)
         scale = ((groups.max(axis=2) - minimum) / 15).astype(np.float32)
@@ -152,16 +155,49 @@ class QuantizedEmbedding(nnx.Module):
         return self.embedding.product(x)
 
 
-def check_weight_codec(codec: WeightCodec, *, has_experts: bool, has_mesh: bool) -> None:
+def check_weight_codec(
+    codec: WeightCodec, *, widths: Iterable[int], has_experts: bool, has_mesh: bool
+) -> None:
     """Refuse weights that do not pack, before they are read.
 
+    Args:
+        codec: how they are to be packed.
+        widths: inputs of each projection.
+        has_experts: whether there are experts among them.
+        has_mesh: whether they are to be placed on a mesh.
+
     Raises:
-        ValueError: there are experts among them, or a mesh to place them on.
+        ValueError: they have experts, a mesh, or inputs that do not pack.
     """
     if has_experts:
         raise ValueError(f"{codec} weights must have no experts among them, got some; use bfloat16")
     if has_mesh:
         raise ValueError(f"{codec} weights must be on one device, got a mesh; use float32 or bfloat16")
+    multiple = _MULTIPLES[codec]
+    wrong = sorted({width for width in widths if width % multiple})
+    if wrong:
+        got = " and ".join(map(str, wrong))
+        raise ValueError(
+            f"{codec} weights need inputs in multiples of {multiple}, got {got}; use float32 or bfloat16"
+        )
+
+
+def check_packs(model: nnx.Module, codec: WeightCodec) -> None:
+    """Refuse a module that `quantize` cannot pack; its parameters may be shapes alone.
+
+    Raises:
+        ValueError: as `check_weight_codec`.
+    """
+    linears = [child for _, _, child in _projections(model) if isinstance(child, Linear)]
+    modules = [module for _, module in nnx.iter_modules(model)]
+    check_weight_codec(
+        codec,
+        widths=[linear.weight.shape[1] for linear in linears],
+        has_experts=any(isinstance(module, Experts) for module in modules),
+        has_mesh=any(
+            module.sharding is not None for module in modules if isinstance(module, Linear | Embedding)
+        ),
+    )
 
 
 def quantize(model: nnx.Module, codec: WeightCodec) -> None:
@@ -170,24 +206,22 @@ def quantize(model: nnx.Module, codec: WeightCodec) -> None:
     The output head is kept in int8 with either codec.
 
     Raises:
-        ValueError: a projection's inputs do not pack, the model has experts, or is placed on a mesh.
+        ValueError: as `check_packs`.
     """
-    modules = [module for _, module in nnx.iter_modules(model)]
-    check_weight_codec(
-        codec,
-        has_experts=any(isinstance(module, Experts) for module in modules),
-        has_mesh=any(
-            module.sharding is not None for module in modules if isinstance(module, Linear | Embedding)
-        ),
-    )
-    for module in modules:
-        for name, child in list(vars(module).items()):
-            if type(child) not in (Linear, Embedding):
-                continue
-            if isinstance(child, Embedding):
-                setattr(module, name, QuantizedEmbedding(child))
-            else:
-                setattr(module, name, QuantizedLinear(child, "int8" if name == "lm_head" else codec))
+    check_packs(model, codec)
+    for module, name, child in list(_projections(model)):
+        if isinstance(child, Embedding):
+            setattr(module, name, QuantizedEmbedding(child))
+        else:
+            setattr(module, name, QuantizedLinear(child, "int8" if name == "lm_head" else codec))
+
+
+def _projections(model: nnx.Module) -> Iterator[tuple[nnx.Module, str, Linear | Embedding]]:
+    """Find what is packed: the module that has it, its name there, and itself."""
+    for _, module in nnx.iter_modules(model):
+        for name, child in vars(module).items():
+            if type(child) in (Linear, Embedding):
+                yield module, name, child
 
 
 def _bytes(words: Int[Array, "*rows words"]) -> Float[Array, "*rows in"]:
@@ -200,10 +234,10 @@ def _sum(terms: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, terms)
 
 
-def _check_inputs(weight: np.ndarray, multiple: int, codec: str) -> None:
-    if weight.shape[1] % multiple:
+def _check_inputs(weight: np.ndarray, codec: WeightCodec) -> None:
+    if weight.shape[1] % _MULTIPLES[codec]:
         raise ValueError(
-            f"{codec} weights need inputs in multiples of {multiple}, got a weight {weight.shape}"
+            f"{codec} weights need inputs in multiples of {_MULTIPLES[codec]}, got a weight {weight.shape}"
         )
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jkv import ops
-from jkv.layers.quantized import WeightCodec, check_weight_codec, quantize
+from jkv.layers.quantized import WeightCodec, check_packs, quantize
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
 from jkv.models.gguf_metadata import gguf_metadata
@@ -65,13 +65,11 @@ def load_model(
         ValueError: the model is not found, not understood, damaged, does not pack, or does not fit the mesh.
     """
     stored = open_model(name_or_path, kv_copies=kv_copies)
-    if weight_codec is not None:
-        check_weight_codec(
-            weight_codec, has_experts=stored.config.mixture is not None, has_mesh=sharding is not None
-        )
     model = abstract_decoder(
         stored.config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, sharding=sharding
     )
+    if weight_codec is not None:
+        check_packs(model, weight_codec)
     set_parameters(model, stored.load(parameter_targets(model, sharding)))
     if weight_codec is not None:
         quantize(model, weight_codec)

@@ -12,7 +12,7 @@ from jkv.cache.codec import DTYPES
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.config import MeshSection, SizesSection
 from jkv.plan.decoder import ITEM_BYTES, Stored, attention_width, mlp_width, parameters
-from jkv.plan.lengths import LengthMix
+from jkv.plan.lengths import LengthMix, one_length
 
 # `kernels_pallas.paged_attention.contract.Tiling`: tokens of one step of the online softmax.
 _BLOCK_TOKENS = 128
@@ -26,7 +26,8 @@ class Memory:
     Attributes:
         weights: the device's part of the parameters.
         cache: keys and values that queries see, and calibrated scales.
-        rounding: slots of the pages beyond them: a last page's rest, what a window keeps for its next step.
+        rounding: slots of the pages beyond them: a last page's rest, what a window keeps for its next step,
+            and without a pool what the longest sequence has over the others.
         padding: what the layout's device adds to pages.
         recent: each sequence's latest keys as they were given, where a codec waits for more of them.
         tables: page tables, lengths, peaks and counts of refused tokens.
@@ -63,6 +64,7 @@ class Deployment:
         weights: how weights are stored.
         dtype: activations.
         step_tokens: new tokens of a step on a device; more sequences than that raise it, a token each.
+        has_pool: sequences share a pool, of which each takes its own pages; without, all take the longest's.
     """
 
     spec: CacheSpec
@@ -72,6 +74,12 @@ class Deployment:
     weights: Stored = "bfloat16"
     dtype: str = "bfloat16"
     step_tokens: int = 512
+    has_pool: bool = True
+
+    @property
+    def held(self) -> LengthMix:
+        """The lengths that sequences have room for."""
+        return self.mix if self.has_pool else one_length(self.mix.longest)
 
     def memory(self, num_sequences: int) -> Memory:
         """Return the memory of the device that holds most of `num_sequences`."""
@@ -79,7 +87,7 @@ class Deployment:
         spec = self.spec.split_heads(self.mesh.shards("kv_head"))
         seen = ceil(rows * self.mix.mean(lambda length: _seen_bytes(spec, length)))
         pages, padded = (
-            ceil(rows * self.mix.mean(one.bytes_for)) - rows * one.bytes_per_sequence
+            ceil(rows * self.held.mean(one.bytes_for)) - rows * one.bytes_per_sequence
             for one in (replace(spec, layout="plain"), spec)
         )
         activations, workspace = self._step_bytes(spec, rows)

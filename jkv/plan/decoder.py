@@ -123,10 +123,24 @@ def _experts(sizes: SizesSection, experts: ExpertSizes) -> Iterator[Parameters]:
         yield from _mlp(layers, sizes.embed_dim, experts.num_shared * experts.mlp_dim, sizes.has_mlp_bias)
 
 
-def cache_groups(sizes: SizesSection, codec: str, value_codec: str | None = None) -> list[CacheGroup]:
-    """Return the decoder's cache groups: layers without a window, and layers with it."""
+def input_widths(sizes: SizesSection) -> list[int]:
+    """Return the inputs of each projection."""
+    return [part.axes[0][1] for part in parameters(sizes) if part.role == "projection"]
+
+
+def cache_groups(
+    sizes: SizesSection, codec: str, value_codec: str | None = None, *, keeps_all: bool = False
+) -> list[CacheGroup]:
+    """Return the decoder's cache groups: layers without a window, and layers with it.
+
+    Args:
+        sizes: layers, heads and window.
+        codec: how keys are stored, and values unless they have a codec of their own.
+        value_codec: how values are stored.
+        keeps_all: layers with a window keep every token, as a dense cache's do.
+    """
     num_windowed = 0 if sizes.window is None else sizes.num_layers - sizes.num_global_layers
-    parts = ((sizes.num_layers - num_windowed, None), (num_windowed, sizes.window))
+    parts = ((sizes.num_layers - num_windowed, None), (num_windowed, None if keeps_all else sizes.window))
     return [_group(sizes, count, window, codec, value_codec) for count, window in parts if count]
 
 
@@ -158,10 +172,13 @@ def attention_width(sizes: SizesSection, mesh: MeshSection) -> int:
 def mlp_width(sizes: SizesSection, mesh: MeshSection) -> int:
     """Return the activations of a token that a device holds in a layer's MLP.
 
-    The residual stream, the normed input, gate, up and their product, of every expert that the token goes
-    through.
+    The residual stream, the normed input, gate, up and their product; of each expert that a token is sent to
+    a row of the input and its gate, up and product. Shared experts are an MLP beside the sum of the others.
     """
-    width = sizes.mlp_dim if sizes.num_dense_layers else 0
+    embed, ways = sizes.embed_dim // mesh.shards("embed"), mesh.shards("mlp")
+    moments = [3 * sizes.mlp_dim // ways if sizes.num_dense_layers else 0]
     if sizes.experts is not None:
-        width = max(width, (sizes.experts.num_active + sizes.experts.num_shared) * sizes.experts.mlp_dim)
-    return 2 * sizes.embed_dim // mesh.shards("embed") + 3 * width // mesh.shards("mlp")
+        width = sizes.experts.mlp_dim // ways
+        moments += [sizes.experts.num_active * (sizes.embed_dim + 3 * width)]
+        moments += [embed + 3 * sizes.experts.num_shared * width]
+    return 2 * embed + max(moments)

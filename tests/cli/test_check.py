@@ -66,6 +66,16 @@ def test_parameters_are_counted_to_the_byte():
     assert f"on a device, float32: {4 * count:,} bytes" in shown
 
 
+def test_packed_weights_are_counted_with_their_scales():
+    model = make_model(embed_dim=64, num_heads=16, num_kv_heads=16, mlp_dim=128)
+    shown = check("smollm2-cpu", ["--model.weights", "int4"], model=model)
+    table, norms, packed = 64 * (64 + 4), 4 * 7 * 64, 3 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert f"on a device, int4: {table + norms + packed * 3 // 4:,} bytes" in shown
+    assert "int8      none: int8 weights need inputs in multiples of 32" in check(
+        "smollm2-cpu", model=make_model()
+    )
+
+
 def test_a_device_holds_its_share_of_weights_and_cache():
     flags = ["--mesh", "cpu-2x4", "--cache.capacity", "40", "--cache.page-size", "16"]
     shown = check("smollm2-cpu", flags, model=make_model())
@@ -131,9 +141,9 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
         check("smollm2-cpu", ["--mesh", "cpu-2x4"], model=make_model(num_heads=9, num_kv_heads=3))
     assert str(caught.value).splitlines() == [
         "smollm2-135m: mesh.rules.q_head: must split query heads evenly, got 9 over 4 devices; "
-        "choose another mesh or drop the rule",
+        "choose other devices or drop the rule",
         "smollm2-135m: mesh.rules.kv_head: must split key and value heads evenly, got 3 over 4 devices; "
-        "choose another mesh, set mesh.kv_copies or drop the rule",
+        "choose other devices, set mesh.kv_copies or drop the rule",
     ]
 
 

@@ -81,6 +81,21 @@ def test_copies_of_kv_heads_are_counted(run_json, refusal, tmp_path, monkeypatch
     )
 
 
+def test_a_dense_cache_keeps_what_no_window_sees_and_the_longest_of_all(run_json, tmp_path):
+    mix = tmp_path / "mix.txt"
+    mix.write_text("4096 1\n8192 1\n")
+    argv = ("--model", "gemma-3-4b", "--batch", "4", "--context-mix", mix, "--json")
+    paged, dense, window = (
+        run_json("plan", *argv, "--cache", cache)[0] for cache in ("paged", "dense", "window")
+    )
+    # 34 layers of 4 heads of 256 keys and values in bfloat16.
+    assert dense["pool_bytes"] == 2 * 4 * 8192 * 34 * 4 * 256 * 2
+    # 29 of them have a window of 1,024, and room for a step of 512.
+    per_layer = 2 * 4 * 256 * 2
+    assert window["pool_bytes"] == 4 * (5 * 8192 + 29 * (1024 + 512)) * per_layer
+    assert paged["pool_bytes"] == window["pool_bytes"] - 2 * 5 * 4096 * per_layer
+
+
 def test_a_mesh_and_a_mix_are_read_from_files(run_json, tmp_path):
     mix = tmp_path / "mix.txt"
     mix.write_text("1000 1\n8192 1\n")
@@ -112,18 +127,27 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
         ((*BARE, "--batch", "0"), "--batch must be at least 1, got 0"),
         ((*BARE, "--batch", "1", "--mesh", "single", "--devices", "2"), "drop --devices"),
         ((*BARE, "--batch", "1", "--devices", "3"), "KV heads must split evenly over devices, got 8 over 3"),
-        ((*BARE, "--batch", "1", "--reserve", "1"), "--reserve must be a share from 0 to 1, got 1.0"),
+        ((*BARE, "--hbm", "1GB", "--reserve", "1"), "--reserve must be a share from 0 to 1, got 1.0"),
         (("--layers", "2", "--batch", "1", "--context", "8"), "--model must be given, or all of"),
         (("--model", "qwen3-7b", "--batch", "1", "--context", "8"), 'did you mean "qwen3-'),
         (("--model", "a/b", "--batch", "1", "--context", "8"), "which is on the hub"),
         (("--model", "qwen3-8b", "--batch", "1", "--context", "99999"), "at most 40,960 tokens, got 99,999"),
         (
-            ("--model", "qwen3-8b", "--batch", "1", "--context", "8", "--devices", "3"),
-            "query heads must split evenly over devices, got 32 over 3",
+            ("--model", "qwen3-8b", "--batch", "1", "--context", "8", "--devices", "16"),
+            "mesh.rules.kv_head: must split key and value heads evenly, got 8 over 16 devices; choose other",
         ),
         (
             ("--model", "deepseek-v2-lite", "--batch", "1", "--context", "8", "--mesh", "wide.yaml"),
-            "entries of an MLP must split evenly over devices, got 64 over 128",
+            "mesh.rules.mlp: must split entries of an MLP evenly, got 64 over 128 devices",
+        ),
+        ((*BARE, "--batch", "1", "--reserve", "0.2"), "--reserve is a share of --hbm; give the memory"),
+        (
+            (*BARE, "--batch", "1", "--weights", "int8", "--step-tokens", "8"),
+            "without --model the cache alone is counted; give one, or drop --weights",
+        ),
+        (
+            ("--model", "qwen3-8b", "--batch", "1", "--context", "8", "--cache", "window"),
+            "--cache window needs a --model whose layers have a sliding window, got one without; use dense",
         ),
         (
             ("--model", "deepseek-v2-lite", "--batch", "1", "--context", "8", "--weights", "int4"),

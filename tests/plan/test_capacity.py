@@ -12,8 +12,9 @@ from flax import nnx
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.config import MeshSection, load_config
+from jkv.layers.moe import Routing
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
+from jkv.models.families import MixtureConfig, ModelConfig
 from jkv.models.step import split_model
 from jkv.plan.capacity import Deployment, choices
 from jkv.plan.lengths import LengthMix, one_length
@@ -89,8 +90,12 @@ def test_each_figure_is_the_sum_that_it_is_said_to_be():
 
 @pytest.mark.parametrize(
     ("sizes", "rows", "time", "codec"),
-    [({"mlp_dim": 2048}, 2, 128, "f32"), ({}, 32, 1, "int8")],
-    ids=["prompt", "decode"],
+    [
+        ({"mlp_dim": 2048}, 2, 128, "f32"),
+        ({}, 32, 1, "int8"),
+        ({"mixture": MixtureConfig(Routing(8, 4), 512)}, 2, 128, "f32"),
+    ],
+    ids=["prompt", "decode", "experts"],
 )
 def test_a_step_takes_what_is_planned_for_it(sizes: dict, rows: int, time: int, codec: str):
     """XLA's CPU compiler adds copies of its own: a seventh where the residual stream is wide."""
@@ -100,7 +105,7 @@ def test_a_step_takes_what_is_planned_for_it(sizes: dict, rows: int, time: int, 
     temporaries = step_temporaries(config, spec, rows, time)
     memory = planned.memory(rows)
     assert 0.8 < (memory.activations + memory.workspace) / temporaries < 1.1
-    assert (memory.workspace == 0) == ("mlp_dim" in sizes)
+    assert (memory.workspace == 0) == (time > 1)
 
 
 def step_temporaries(config: ModelConfig, spec: CacheSpec, rows: int, time: int) -> int:

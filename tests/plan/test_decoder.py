@@ -124,7 +124,7 @@ def test_a_device_holds_its_part_of_what_is_split():
 
 def test_a_token_s_experts_and_its_latent_are_counted():
     sizes = preset("deepseek-v3")
-    assert mlp_width(sizes, ONE) == 2 * 7168 + 3 * 9 * 2048
+    assert mlp_width(sizes, ONE) == 2 * 7168 + 8 * (7168 + 3 * 2048)
     assert attention_width(sizes, ONE) == 7168 + 128 * (2 * 576 + 512) + 576
 
 
