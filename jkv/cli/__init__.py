@@ -21,6 +21,7 @@ VERBS = {
     "bench": "measure prefill and decode",
     "calibrate": "measure the scales of the static codecs on a text",
     "tokenize": "show a text's tokens",
+    "convert": "give a model fewer KV heads, or latents",
     "plan": "show what a cache costs and how many sequences fit",
     "check": "print a resolved configuration and what follows from it",
 }

@@ -18,9 +18,9 @@ from jkv.cache.spec import CacheSpec
 from jkv.cli.options import Flag, find_tokenizer, parse_alone
 from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
-from jkv.models.gguf_metadata import gguf_metadata
 from jkv.models.load import abstract_decoder, parameter_targets
 from jkv.models.tokenizer import Tokenizer
+from jkv.models.tokenizer_files import tokenizer_kind
 from jkv.models.weights.locate import ModelLocation
 from jkv.models.weights.model import StoredModel, open_model
 
@@ -184,20 +184,13 @@ def _tokenizer(location: ModelLocation) -> dict[str, Any]:
     if tokenizer is None:
         return {"kind": None}
     return {
-        "kind": _kind(location),
+        "kind": tokenizer_kind(location.path),
         "vocabulary": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
         "eos_ids": list(tokenizer.eos_ids),
         "adds_bos": tokenizer.adds_bos,
         "has_chat_template": _has_chat_template(tokenizer),
     }
-
-
-def _kind(location: ModelLocation) -> str:
-    """Return the tokenizer's algorithm in the file's own word."""
-    if location.format == "gguf":
-        return gguf_metadata(location.path)["tokenizer.ggml.model"]
-    return json.loads((location.path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["type"]
 
 
 def _has_chat_template(tokenizer: Tokenizer) -> bool:

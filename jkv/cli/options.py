@@ -21,6 +21,7 @@ from jkv.config.overrides import own_flags, read_flags, refuse_unknown
 from jkv.hosts import connect
 from jkv.models.load import load_tokenizer
 from jkv.models.tokenizer import Tokenizer
+from jkv.models.tokenizer_files import has_tokenizer
 from jkv.models.weights.locate import ModelLocation
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -162,9 +163,7 @@ def check_output(flag: str, file: Path) -> None:
 
 def find_tokenizer(location: ModelLocation) -> Tokenizer | None:
     """Return the model's tokenizer; None where its folder has none."""
-    if location.path.is_dir() and not (location.path / "tokenizer.json").is_file():
-        return None
-    return load_tokenizer(location)
+    return load_tokenizer(location) if has_tokenizer(location.path) else None
 
 
 @contextlib.contextmanager

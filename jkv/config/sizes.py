@@ -22,12 +22,14 @@ class LatentSizes(Section):
         rope_dim: entries of its rotated part, which all heads share.
         query_rank: entries that queries are compressed to; null projects them at once.
         value_dim: entries of a head's value; null is as its key's.
+        has_norm: RMSNorm over compressed vectors.
     """
 
     dim: Count
     rope_dim: Count
     query_rank: Count | None = None
     value_dim: Count | None = None
+    has_norm: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Caches of one model over the same tokens: how far next-token distributions drift apart.
+"""Caches or models over the same tokens: how far next-token distributions drift apart.
 
 Knows distributions; no codec by name.
 """
@@ -25,10 +25,10 @@ from jkv.models.step import StepFunction
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a cache costs a model, beside another cache that is taken for right.
+    """What another cache costs a model, or another model costs, beside a base that is taken for right.
 
     Attributes:
-        base_nll: negative log-likelihood of tokens 1.. of each row with the base cache, in nats.
+        base_nll: negative log-likelihood of tokens 1.. of each row with the base, in nats.
         nll: the same with the compared one.
         divergence: Kullback-Leibler divergence of the compared next-token distribution from the base one, at
             every token, in nats.
@@ -46,8 +46,13 @@ class Comparison:
         return Comparison(*(getattr(self, name)[:, place] for name in self.__dataclass_fields__))
 
     @property
+    def base_perplexity(self) -> float:
+        """Perplexity of the base."""
+        return float(np.exp(self.base_nll.mean(dtype=np.float64)))
+
+    @property
     def perplexity_ratio(self) -> float:
-        """Perplexity of the compared cache over that of the base; 1 is no loss."""
+        """Perplexity of the compared one over that of the base; 1 is no loss."""
         return float(np.exp((self.nll - self.base_nll).mean(dtype=np.float64)))
 
     @property
@@ -72,8 +77,8 @@ def compare(
     """Run tokens through the caches of all, in steps of `chunk` tokens, and set each beside the base.
 
     Args:
-        base: the model with the cache that is taken for right.
-        others: the same model with other caches.
+        base: the model and the cache that are taken for right.
+        others: the same model with other caches, or other models of its vocabulary.
         tokens: as `score`.
         chunk: as `score`; logits of so many tokens of every cache are held at once.
 
@@ -81,10 +86,13 @@ def compare(
         ValueError: as `score`.
     """
     ids = read_rows(base, tokens, chunk)
-    caches = [make_full_cache(decoding, ids.tolist(), max_new_tokens=1) for decoding in (base, *others)]
+    decodings = [base, *others]
+    caches = [make_full_cache(decoding, ids.tolist(), max_new_tokens=1) for decoding in decodings]
+    functions = tuple(decoding.step for decoding in decodings)
+    weights = [decoding.weights for decoding in decodings]
     pieces = []
     for step in steps(ids, chunk):
-        found, caches = compare_chunk(base.step, base.weights, caches, *step, vocab_size=base.vocab_size)
+        found, caches = compare_chunk(functions, weights, caches, *step, vocab_size=base.vocab_size)
         pieces.append(fetch(found))
 
     def join(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -98,10 +106,10 @@ def compare(
     ]
 
 
-@functools.partial(PlatformJit, static_argnames=("step", "vocab_size"), donate_argnames="caches")
+@functools.partial(PlatformJit, static_argnames=("functions", "vocab_size"), donate_argnames="caches")
 def compare_chunk(
-    step: StepFunction,
-    weights: Any,
+    functions: tuple[StepFunction, ...],
+    weights: list[Any],
     caches: list[Cache],
     tokens: Int[Array, "seq time"],
     targets: Int[Array, "seq time"],
@@ -114,9 +122,9 @@ def compare_chunk(
     Consumes the caches, of which the first is the base's.
     """
     logits, written = [], []
-    for cache in caches:
+    for step, parameters, cache in zip(functions, weights, caches, strict=True):
         cache, batch = cache.begin(lens, time=tokens.shape[1], outputs="all")
-        found, cache = step(weights, tokens, cache, batch)
+        found, cache = step(parameters, tokens, cache, batch)
         check_logits(found, (*tokens.shape, vocab_size))
         logits.append(found)
         written.append(cache)

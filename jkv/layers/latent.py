@@ -25,7 +25,7 @@ Form = Literal["auto", "expanded", "absorbed"]
 
 @dataclass(frozen=True)
 class LatentDims:
-    """The widths of latent attention; hashable.
+    """The widths of latent attention, and whether it norms what it compresses; hashable.
 
     Attributes:
         latent: entries of the vector that a token leaves in the cache (kv_lora_rank).
@@ -33,6 +33,7 @@ class LatentDims:
         key: entries of a head's key and query without the rotated part.
         value: entries of a head's value.
         query: entries that queries are compressed to (q_lora_rank); None projects them at once.
+        has_norm: RMSNorm over compressed vectors; a latent made of projections that had none has none.
     """
 
     latent: int
@@ -40,6 +41,7 @@ class LatentDims:
     key: int
     value: int
     query: int | None = None
+    has_norm: bool = True
 
 
 def is_expansion_cheaper(dims: LatentDims, num_tokens: int) -> bool:
@@ -117,19 +119,23 @@ class LatentAttention(nnx.Module):
             "sharding": sharding,
             "rngs": rngs,
         }
-        norm: dict[str, Any] = {"eps": norm_eps, "param_dtype": param_dtype, "axis": "latent"}
 
         def down(size: int) -> Linear:
             return Linear(embed_dim, size, axes=("embed", "latent"), has_bias=has_bias, **options)
 
+        def norm(size: int) -> Any:
+            if not dims.has_norm:
+                return nnx.data(None)
+            return RMSNorm(size, eps=norm_eps, param_dtype=param_dtype, axis="latent")
+
         self.q_down = nnx.data(None)
         self.q_norm = nnx.data(None)
         if dims.query is not None:
-            self.q_down, self.q_norm = down(dims.query), RMSNorm(dims.query, **norm)
+            self.q_down, self.q_norm = down(dims.query), norm(dims.query)
         width, axis = (embed_dim, "embed") if dims.query is None else (dims.query, "latent")
         self.q_proj = Linear(width, num_heads * (dims.key + dims.rope), axes=(axis, "q_head"), **options)
         self.kv_down = down(dims.latent + dims.rope)
-        self.kv_norm = RMSNorm(dims.latent, **norm)
+        self.kv_norm = norm(dims.latent)
 
         def up(size: int) -> nnx.Param:
             draw = nnx.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
@@ -165,7 +171,7 @@ class LatentAttention(nnx.Module):
         num_seqs, time, _ = x.shape
         query, rope_query = jnp.split(self._queries(x), [self.dims.key], axis=-1)
         latent, rope = jnp.split(self.kv_down(x), [self.dims.latent], axis=-1)
-        latent = self.kv_norm(latent)
+        latent = latent if self.kv_norm is None else self.kv_norm(latent)
         if self.rope is not None:
             cos, sin = step_rotation(self.rope, time, batch) if rotation is None else rotation
             rope_query = rotate(rope_query, cos, sin)
@@ -193,8 +199,10 @@ class LatentAttention(nnx.Module):
         return self.o_proj(out.reshape(num_seqs, time, self.num_heads * self.dims.value)), cache
 
     def _queries(self, x: Float[Array, "seq time embed"]) -> Float[Array, "seq time q_head width"]:
-        if self.q_down is not None and self.q_norm is not None:
-            x = self.q_norm(self.q_down(x))
+        if self.q_down is not None:
+            x = self.q_down(x)
+        if self.q_norm is not None:
+            x = self.q_norm(x)
         return self.q_proj(x).reshape(*x.shape[:2], self.num_heads, -1)
 
     def _is_expanded(self, time: int, batch: TokenBatch | None) -> bool:

@@ -81,6 +81,7 @@ def _attention(config: ModelConfig, window: int | None, **options: Any) -> GQAtt
             config.latent,
             rope=layer_rope(config, window),
             window=window,
+            scale=config.attention_scale,
             has_bias=config.has_qkv_bias,
             **options,
         )

@@ -59,7 +59,8 @@ class ModelConfig:
         has_sinks: a learned logit for each query head that takes probability and adds no value.
         has_pre_norms: norms of what enters attention and MLP.
         has_post_norms: norms of what leaves them.
-        attention_scale: multiplies attention's logits; None is `head_dim ** -0.5`.
+        attention_scale: multiplies attention's logits; None is the layer's own, see `GQAttention` and
+            `LatentAttention`.
         attention_soft_cap: limits attention's logits, see `jkv.ops.attend`; None does not.
         logit_soft_cap: limits the model's logits in the same way.
         embed_scale: multiplies token vectors where they enter the first layer.

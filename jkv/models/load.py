@@ -15,9 +15,9 @@ from jkv import ops
 from jkv.layers.quantized import WeightCodec, check_packs, quantize
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
-from jkv.models.gguf_metadata import gguf_metadata
 from jkv.models.step import StepFunction, Weights, split_model
 from jkv.models.tokenizer import Tokenizer
+from jkv.models.tokenizer_files import read_tokenizer
 from jkv.models.weights.locate import ModelLocation
 from jkv.models.weights.model import open_model
 from jkv.sharding import Sharding
@@ -83,9 +83,7 @@ def load_tokenizer(location: ModelLocation) -> Tokenizer:
     Raises:
         ValueError: there is none, or it is of a kind that jkv does not read.
     """
-    if location.format == "gguf":
-        return Tokenizer.from_gguf(gguf_metadata(location.path))
-    return Tokenizer.from_folder(location.path)
+    return read_tokenizer(location.path)
 
 
 def abstract_decoder(

@@ -98,10 +98,12 @@ def _latent(sizes: SizesSection, latent: LatentSizes) -> Iterator[Parameters]:
     if latent.query_rank is not None:
         rank = ("", latent.query_rank)
         yield from _matrix(layers, embed, rank, has_bias)
-        yield Parameters(layers, (rank,))
+        if latent.has_norm:
+            yield Parameters(layers, (rank,))
     yield from _matrix(layers, rank, queries, has_bias=False)
     yield from _matrix(layers, embed, ("", latent.dim + latent.rope_dim), has_bias)
-    yield Parameters(layers, (("", latent.dim),))
+    if latent.has_norm:
+        yield Parameters(layers, (("", latent.dim),))
     # Never packed: the absorbed form multiplies by the transposes.
     yield Parameters(layers, (("", latent.dim), ("q_head", heads * (sizes.head_dim + value_dim))))
     yield from _matrix(layers, ("q_head", heads * value_dim), embed, sizes.has_output_bias)

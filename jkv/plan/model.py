@@ -44,7 +44,9 @@ def sizes_of(config: ModelConfig) -> SizesSection:
 
 
 def _latent_of(dims: LatentDims) -> LatentSizes:
-    return LatentSizes(dims.latent, dims.rope, query_rank=dims.query, value_dim=dims.value)
+    return LatentSizes(
+        dims.latent, dims.rope, query_rank=dims.query, value_dim=dims.value, has_norm=dims.has_norm
+    )
 
 
 def _experts_of(mixture: MixtureConfig) -> ExpertSizes:

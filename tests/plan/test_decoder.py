@@ -84,6 +84,7 @@ def test_the_bundled_model_s_preset_is_its_file_s():
             "mixture": MixtureConfig(Routing(4, 2, has_bias=True), 8, shared_dim=16, num_dense_layers=1),
         },
         {"latent": LatentDims(8, 4, 6, 10), "head_dim": 6, "rope": RopeConfig(4)},
+        {"latent": LatentDims(8, 4, 6, 10, query=12, has_norm=False), "head_dim": 6, "rope": RopeConfig(4)},
         {
             "latent": LatentDims(8, 4, 6, 10, query=12),
             "head_dim": 6,

@@ -34,6 +34,12 @@ def is_checkpoint(path: Path) -> bool:
     return (path / _DESCRIPTION).is_file() or (path / _PARAMETERS).is_dir()
 
 
+def check_new(path: Path) -> None:
+    """Refuse a folder that is there: a checkpoint overwrites nothing."""
+    if path.exists():
+        raise ValueError(f"a checkpoint must go to a new folder, got {path}; remove it or choose another")
+
+
 def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, jax.Array]) -> None:
     """Write a checkpoint; on several hosts, every one calls this with its shards.
 
@@ -45,8 +51,7 @@ def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, ja
     Raises:
         ValueError: the folder exists.
     """
-    if path.exists():
-        raise ValueError(f"a checkpoint must go to a new folder, got {path}; remove it or choose another")
+    check_new(path)
     ocp.save(str(path.absolute() / _PARAMETERS), dict(parameters))
     # Written last: a folder without it was not finished.
     if jax.process_index() == 0:

@@ -74,6 +74,24 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 raise ValueError(f"{path} must be a whole GGUF file, but {damage}") from None
 
 
+def write_gguf_metadata(path: Path, source: Path) -> None:
+    """Write a GGUF file with the metadata of another and no tensor.
+
+    Raises:
+        ValueError: as `read_gguf_header`.
+    """
+    read_gguf_header(source)
+    with source.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(data)
+        version, _, num_values = cursor.number("<I"), cursor.number("<Q"), cursor.number("<Q")
+        start = cursor.position
+        for _ in range(num_values):
+            cursor.string()
+            cursor.value(cursor.number("<I"))
+        values = data[start : cursor.position]
+    path.write_bytes(_MAGIC + struct.pack("<IQQ", version, 0, num_values) + values)
+
+
 class _Damage(Exception):  # noqa: N818 - it never leaves this module
     """What is wrong with a file, as the end of a sentence."""
 

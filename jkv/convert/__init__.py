@@ -1,0 +1,1 @@
+"""Conversion of a model's attention to another kind, and the training that follows it."""

@@ -1,0 +1,53 @@
+"""`jkv convert`: a folder that the other verbs take, what was lost, and what is refused."""
+
+import pytest
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat, and the dog on the log. " * 8)
+    return path
+
+
+def test_latents_are_written_with_their_tokenizer_and_decode(run_json, talking_tiny, text, tmp_path):
+    out = tmp_path / "latent"
+    flags = ("--latent", 32, "--rope", 16, "--text", text, "--row", 32, "--json")
+    (shown,) = run_json("convert", "--model", talking_tiny, "--out", out, *flags)
+    assert shown["bytes_per_token"] == 3 * 2 * 2 * 2 * 8
+    assert shown["converted_bytes_per_token"] == 3 * 2 * (32 + 16)
+    assert [set(errors) for errors in shown["errors"]] == [{"rotation", "keys", "values"}] * 3
+    # All entries stay rotated and the latent has full rank.
+    assert shown["text"]["converted_perplexity"] == pytest.approx(shown["text"]["perplexity"], rel=1e-5)
+    assert abs(shown["text"]["mean_kld"]) < 1e-6
+    (inspected,) = run_json("inspect", out, "--json")
+    assert inspected["architecture"]["latent"]["has_norm"] is False
+    assert inspected["tokenizer"]["kind"] == "BPE"
+    (made,) = run_json("generate", "--model", out, "--prompt", "the ca", "--max-new-tokens", 4, "--json")
+    assert len(made["tokens"]) == 4
+
+
+def test_pooled_heads_halve_the_cache(run_jkv, tiny, tmp_path):
+    shown = run_jkv("convert", "--model", tiny, "--out", tmp_path / "pooled", "--kv-heads", 1)
+    assert len(shown.splitlines()) == 5
+    assert "cache bytes a token in bf16: 192, converted 96" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "exactly one of --kv-heads and --latent must be given"),
+        (("--kv-heads", 1, "--latent", 8), "exactly one of --kv-heads and --latent must be given"),
+        (("--kv-heads", 1, "--rope", 8), "--rope and --span are for --latent alone"),
+        (("--kv-heads", 3), "KV heads must divide the model's 2, got 3"),
+        (("--latent", 8, "--row", 1000, "--text", "x"), "--row must be at most the model's 512 tokens"),
+    ],
+)
+def test_what_is_not_converted_is_refused(refusal, tiny, tmp_path, flags, message):
+    assert message in refusal("convert", "--model", tiny, "--out", tmp_path / "out", *flags)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(refusal, tiny, tmp_path):
+    said = refusal("convert", "--model", tiny, "--out", tmp_path, "--kv-heads", 1)
+    assert "a checkpoint must go to a new folder" in said
