@@ -117,8 +117,17 @@ def _most_entries(shapes: str) -> int:
     return max((math.prod(map(int, sizes.split(","))) for sizes in _SIZES.findall(shapes)), default=0)
 
 
-def _donated(program: Compiled) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(program.args_info) if leaf.donated]
+def _donated(program: Compiled) -> list[jax.ShapeDtypeStruct]:
+    """Return what a device holds of each donated argument."""
+
+    def held(argument: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct | None:
+        if not argument.donated:
+            return None
+        # What the program does not read has no sharding.
+        shape = sharding.shard_shape(argument.shape) if sharding else argument.shape
+        return jax.ShapeDtypeStruct(shape, argument.dtype)
+
+    return jax.tree.leaves(jax.tree.map(held, program.args_info, program.input_shardings))
 
 
 def _beyond_arguments(program: Compiled) -> int:
@@ -130,5 +139,5 @@ def _memory(program: Compiled) -> Any:
     return program.memory_analysis()
 
 
-def _nbytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+def _nbytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize

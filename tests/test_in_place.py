@@ -1,12 +1,13 @@
 """Loops over every form of the cache update it in place, and the check that says so catches what is not."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.cache.cache import Cache
 from jkv.decode.platform import COMPILER_OPTIONS
@@ -140,6 +141,22 @@ def test_what_no_program_of_the_cpu_does_is_found_too():
         %kept = f32[2,8]{1,0} add(%p, %p), metadata={op_name=" copy("}
     """
     assert [line.split()[0] for line in _makers(program, 16)] == ["%copy-start.1", "ROOT"]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, unread: x.at[:, 0].set(1), None),
+        (lambda x, unread: x.at[:, 0].set(1).sum(), "all that is donated must be aliased, 50,331,648 bytes"),
+        (lambda x, unread: x[:, ::-1], "temporaries must grow"),
+    ],
+)
+def test_a_device_is_asked_for_its_part_of_a_split_cache(function: Callable[..., Any], message: str | None):
+    split = NamedSharding(Mesh(jax.devices()[:8], "data"), PartitionSpec("data"))
+    small, large = (jax.ShapeDtypeStruct((rows, 384), jnp.float32, sharding=split) for rows in (2**17, 2**18))
+    unread = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext():
+        assert_updates_in_place(function, (small, unread), (large, unread))
 
 
 def test_an_output_that_is_not_aliased_counts():

@@ -110,6 +110,12 @@ def test_a_sequence_longer_than_a_window_keeps_room_for_is_refused():
     assert (cache.lengths.tolist(), cache.num_dropped.tolist()) == ([0, 24, 0, 0], [25, 0, 0, 0])
 
 
+def test_lengths_whose_sum_overflows_are_refused():
+    lens = [3, 2**31 - 1, 2**31 - 1, 1]
+    cache, _ = make_cache("f32").begin_ragged(jnp.array(lens, jnp.int32), num_tokens=30)
+    assert (cache.lengths.tolist(), cache.num_dropped.tolist()) == ([3, 0, 0, 0], [0, *lens[1:]])
+
+
 def test_parts_of_a_sequence_merge_by_their_log_sums():
     """A window's part and the part before it are the whole."""
     cache = make_cache("f32")

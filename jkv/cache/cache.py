@@ -202,8 +202,10 @@ class Cache(State):
         """
         _check_outputs(outputs)
         lens = jnp.maximum(lens, 0)
-        ends = jnp.cumsum(lens)
-        is_fitting = (ends <= num_tokens) & self._has_room(lens)
+        # What cannot fit is not counted further: a sum of it might overflow.
+        counts = jnp.minimum(lens, num_tokens + 1)
+        ends = jnp.cumsum(counts)
+        is_fitting = (ends <= num_tokens) & self._has_room(counts)
         if any(self.is_ring(group) for group in range(len(self.pools))):
             is_fitting &= lens <= self.spec.max_chunk
         accepted = jnp.where(is_fitting, lens, 0)
@@ -211,7 +213,7 @@ class Cache(State):
         sequences = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
         is_valid = tokens < ends[-1]
         sequences = jnp.minimum(sequences, lens.shape[0] - 1)
-        offsets = ends - lens
+        offsets = ends - counts
         return self._opened(
             lens,
             accepted,
