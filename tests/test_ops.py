@@ -11,6 +11,7 @@ import pytest
 from jkv import ops
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.ops.checks import check_options
 from kernels_pallas.paged_attention import PagedArguments, Pages
 
 from .compare import assert_close
@@ -145,7 +146,7 @@ def test_an_append_to_no_layer_is_refused(where: tuple[int, int], message: str):
 )
 def test_options_out_of_range_are_refused(options: tuple, message: str):
     with pytest.raises(ValueError, match=message):
-        ops._check_options(jnp.zeros((1, 1, 4, 8)), *options)
+        check_options(jnp.zeros((1, 1, 4, 8)), *options)
 
 
 def test_an_implementation_is_named_or_left_to_the_platform():

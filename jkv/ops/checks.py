@@ -1,0 +1,68 @@
+"""What a call of attention, or of a write, must agree on with the cache.
+
+Knows sizes; every refusal names them.
+"""
+
+from typing import Any
+
+from jaxtyping import Array, Int
+
+from jkv.cache.batch import TokenBatch
+from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheGroup
+from jkv.sharding import Sharding
+
+Where = tuple[int, Int[Array, ""] | int]
+
+
+def check_options(query: Any, window: int | None, soft_cap: float | None, sinks: Any) -> None:
+    """Refuse options that are out of their range."""
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be above 0, got {soft_cap}; None is none")
+    if sinks is not None and sinks.shape != query.shape[2:3]:
+        raise ValueError(f"sinks must be one a query head, {query.shape[2:3]}, got {sinks.shape}")
+
+
+def check_place(
+    cache: Cache,
+    where: Where | None,
+    batch: TokenBatch | None,
+    window: int | None,
+    sharding: Sharding | None,
+) -> tuple[Where, TokenBatch]:
+    """Refuse a place that the cache has not, and a window that reaches past what its group keeps."""
+    if where is None or batch is None:
+        raise ValueError("attention with a cache needs `where` and the `batch` that `cache.begin` returned")
+    if sharding is not None and batch.sequences is not None:
+        raise ValueError("a ragged step runs on one device, got a mesh; open it with `cache.begin`")
+    spec = find_group(cache, where)
+    if spec.window is not None and (window is None or window > spec.window):
+        raise ValueError(
+            f"the cache group keeps the latest {spec.window} tokens, so a window of at most that is needed, "
+            f"got {window}"
+        )
+    return where, batch
+
+
+def find_group(cache: Cache, where: Where) -> CacheGroup:
+    """Return the group of a place that the cache has; refuse others, but for traced layers."""
+    group, layer = where
+    if not 0 <= group < len(cache.pools):
+        raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
+    spec = cache.spec.groups[group]
+    if isinstance(layer, int) and not 0 <= layer < spec.num_layers:
+        raise ValueError(f"layer must be in [0, {spec.num_layers}) of cache group {group}, got {layer}")
+    return spec
+
+
+def check_heads(spec: CacheGroup, key: Any, value: Any) -> None:
+    """Refuse rows that are not the group's heads."""
+    names = ("latents", "rotated parts") if spec.kind == "latent" else ("keys", "values")
+    for name, rows, dim in zip(names, (key, value), spec.dims, strict=True):
+        sizes = (spec.num_kv_heads, dim)
+        if rows is not None and rows.shape[2:] != sizes:
+            raise ValueError(
+                f"{name} must have the cache's KV heads and head_dim, {sizes}, got {rows.shape[2:]}"
+            )
