@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.paged_attention import Pages
+from kernels_pallas.paged_attention import Pages, Stripe
 from kernels_pallas.paged_attention.contract import check_pages, check_walk
 
 
@@ -36,6 +36,7 @@ class LatentArguments(NamedTuple):
         lens: see there.
         page_offset: see there.
         up: in the expanded form, `K` and `V`; None is the absorbed one.
+        stripe: see there.
     """
 
     query: Float[Array, "seq time q_head width"]
@@ -47,6 +48,7 @@ class LatentArguments(NamedTuple):
     lens: Int[Array, " seq"]
     page_offset: Int[Array, ""] | int
     up: UpProjections | None = None
+    stripe: Stripe | None = None
 
 
 def check(arguments: LatentArguments, *, num_pages: int, window: int | None) -> None:

@@ -45,6 +45,7 @@ def latent_attention(
             Pages(jnp.concatenate([keys, ropes], axis=-1)),
             Pages(values),
             *arguments[4:8],
+            stripe=arguments.stripe,
         ),
         num_pages=num_pages,
         scale=scale,

@@ -40,6 +40,7 @@ def latent_attention(
     rows, rope_rows = head_rows(query * scale, num_kv_heads), head_rows(rope_query * scale, 1)
     walk = plan_walk(
         *arguments[4:8],
+        arguments.stripe,
         row_tokens=(time, group),
         num_pages=num_pages,
         page_size=latents.page_size,

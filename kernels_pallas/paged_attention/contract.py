@@ -123,6 +123,17 @@ class Pages:
         return jax.lax.bitcast_convert_type(data, _FP8[self.entry])
 
 
+class Stripe(NamedTuple):
+    """Which of a sequence's pages a table names, where devices share them: one in `stride`, from `offset` on.
+
+    Column `c` is page `c * stride + offset`, modulo the pages of all stripes. Slots of other pages are not
+    attended to; partial results are merged by their log-sum-exp.
+    """
+
+    stride: Int[Array, ""] | int
+    offset: Int[Array, ""] | int
+
+
 class PagedArguments(NamedTuple):
     """The arrays of one call.
 
@@ -137,6 +148,7 @@ class PagedArguments(NamedTuple):
         page_offset: the pool's page that is page 0 of this layer.
         recent: where keys are scaled by runs of slots, the keys as they were given, from the first position
             on of the run that `starts` lies in; a query sees the keys of its own run here, not in `keys`.
+        stripe: the pages that the table names; None is all of them.
     """
 
     query: Float[Array, "seq time q_head head_dim"]
@@ -147,6 +159,7 @@ class PagedArguments(NamedTuple):
     lens: Int[Array, " seq"]
     page_offset: Int[Array, ""] | int
     recent: Float[Array, "seq kv_head recent head_dim"] | None = None
+    stripe: Stripe | None = None
 
 
 def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> None:

@@ -176,6 +176,8 @@ class _Splits(NamedTuple):
 def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | None:
     """Return why the kernel does not take a call, in one sentence; None where it does."""
     head_dim, page_size = arguments.keys.head_dim, arguments.keys.page_size
+    if arguments.stripe is not None:
+        return "the GPU kernel walks tables of all pages, got one of a stripe; use 'xla'"
     if (time := arguments.query.shape[1]) > _MAX_TIME:
         return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
     for pages in (arguments.keys, arguments.values):
@@ -333,7 +335,7 @@ def _splits(arguments: PagedArguments, tiling: Tiling) -> tuple[int, int]:
 
 
 def _plan(arguments: PagedArguments, sizes: _Sizes, group: int, padding: int) -> _Splits:
-    query, _, _, _, starts, lens, offset, _ = arguments
+    query, _, _, _, starts, lens, offset, _ = arguments[:8]
     num_seqs, time = query.shape[:2]
     ends = starts + lens
     # A table names the latest pages: those before are written over.

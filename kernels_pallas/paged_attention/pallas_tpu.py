@@ -134,6 +134,8 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
         arguments: the call.
         tiling: None is that of `tiling_for` without a window, which makes no tile larger.
     """
+    if arguments.stripe is not None:
+        return "the TPU kernel walks tables of all pages, got one of a stripe; use 'xla'"
     for name, pages in (("keys", arguments.keys), ("values", arguments.values)):
         if (why := _refused_pages(name, pages)) is not None:
             return why

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.paged_attention.contract import PagedArguments, Pages
+from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Stripe
 from kernels_pallas.slots import as_matrices, slots_of
 
 
@@ -34,15 +34,17 @@ def paged_attention(
         The output in the query's dtype, and the float32 log-sum-exp of the logits. Rows past a sequence's
         `lens` are zero, with a log-sum-exp of -inf.
     """
-    query, keys, values, table, starts, lens, offset, recent = arguments
+    query, keys, values, table, starts, lens, offset, recent, stripe = arguments
     _, time, num_heads, _ = query.shape
     page_size = keys.page_size
     is_page = (table >= 0) & (table < num_pages)
     # Column c of the table names page c, c + width, ...: a slot holds the latest position that falls on it.
+    stride, first = stripe or Stripe(1, 0)
     num_slots = table.shape[1] * page_size
-    slots = jnp.arange(num_slots)[None]
+    column, within = jnp.divmod(jnp.arange(num_slots)[None], page_size)
+    slots = (column * stride + first) * page_size + within
     ends = (starts + lens)[:, None]
-    key_positions = slots + (ends - 1 - slots) // num_slots * num_slots
+    key_positions = slots + (ends - 1 - slots) // (num_slots * stride) * (num_slots * stride)
     is_live = jnp.repeat(is_page, page_size, axis=1) & (key_positions >= 0) & (key_positions < ends)
 
     def tokens(pages: Pages) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Tiling
+from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Stripe, Tiling
 from kernels_pallas.slots import as_matrices, slots_of
 
 Rows = Float[Array, "seq kv_head row head_dim"]
@@ -47,6 +47,7 @@ class Walk(NamedTuple):
     Attributes:
         table: the layer's page table.
         page_offset: the pool's page that is page 0 of the layer.
+        stripe: the pages that the table names, by which pages and blocks are counted here.
         first_page: first page of each sequence's first block.
         num_blocks: blocks of the longest walk.
         positions: of each query row; -1 sees nothing.
@@ -61,6 +62,7 @@ class Walk(NamedTuple):
 
     table: Int[Array, "seq max_pages"]
     page_offset: Int[Array, ""] | int
+    stripe: Stripe
     first_page: Int[Array, " seq"]
     num_blocks: Int[Array, ""]
     positions: Int[Array, "seq row"]
@@ -93,6 +95,7 @@ def paged_attention(
         arguments.starts,
         arguments.lens,
         arguments.page_offset,
+        arguments.stripe,
         row_tokens=(time, group),
         num_pages=num_pages,
         page_size=page_size,
@@ -120,6 +123,7 @@ def plan_walk(
     starts: Int[Array, " seq"],
     lens: Int[Array, " seq"],
     page_offset: Int[Array, ""] | int,
+    stripe: Stripe | None,
     *,
     row_tokens: tuple[int, int],
     num_pages: int,
@@ -131,10 +135,11 @@ def plan_walk(
     """Plan the walk; blocks begin at multiples of their size, so that sums do not depend on the step.
 
     Args:
-        table: see `PagedArguments`, as the next three.
+        table: see `PagedArguments`, as the next four.
         starts: see there.
         lens: see there.
         page_offset: see there.
+        stripe: see there.
         row_tokens: tokens of a step, and query rows of each.
         num_pages: pages that one layer owns in the pool.
         page_size: slots of a page.
@@ -144,19 +149,22 @@ def plan_walk(
     """
     time, group = row_tokens
     block_pages = max(1, min(tiling.block_tokens // page_size, table.shape[1]))
-    block = block_pages * page_size
+    stripe = stripe or Stripe(1, 0)
     ends = starts + lens
     steps = jnp.arange(time, dtype=jnp.int32)[None]
     positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1)
-    begins = _first_kept(table, ends, page_size)
+    begins = _first_kept(table, stripe, ends, page_size)
     first = begins if window is None else jnp.maximum(begins, starts - window + 1)
-    first = jax.lax.div(first, jnp.int32(block))
-    last = jax.lax.div(ends + jnp.int32(block - 1), jnp.int32(block))
+    first = _pages_before(stripe, jax.lax.div(first, jnp.int32(page_size)))
+    first = jax.lax.div(first, jnp.int32(block_pages))
+    last = _pages_before(stripe, jax.lax.div(ends + jnp.int32(page_size - 1), jnp.int32(page_size)))
+    last = jax.lax.div(last + jnp.int32(block_pages - 1), jnp.int32(block_pages))
     positions = jnp.repeat(positions, group, axis=1)
     limits = positions + 1 if run_slots is None else positions - positions % run_slots
     return Walk(
         table=table,
         page_offset=page_offset,
+        stripe=stripe,
         first_page=first * block_pages,
         num_blocks=jnp.max(jnp.where(lens > 0, last - first, 0)),
         positions=positions,
@@ -171,10 +179,15 @@ def plan_walk(
 
 
 def _first_kept(
-    table: Int[Array, "seq max_pages"], ends: Int[Array, " seq"], page_size: int
+    table: Int[Array, "seq max_pages"], stripe: Stripe, ends: Int[Array, " seq"], page_size: int
 ) -> Int[Array, " seq"]:
-    """Return the first position that the table names: what is further back has been written over."""
-    return jnp.maximum(ends - table.shape[1] * page_size, 0)
+    """Return the first position that tables name: what is further back has been written over."""
+    return jnp.maximum(ends - table.shape[1] * stripe.stride * page_size, 0)
+
+
+def _pages_before(stripe: Stripe, page: Int[Array, "*seq"]) -> Int[Array, "*seq"]:
+    """Return how many pages of the stripe come before a sequence's `page`."""
+    return jax.lax.div(page - stripe.offset + (stripe.stride - 1), jnp.int32(stripe.stride))
 
 
 def follow(walk: Walk, sums: Sums, read: Callable[[Int[Array, "seq page"]], tuple[jax.Array, Pages]]) -> Sums:
@@ -190,7 +203,8 @@ def follow(walk: Walk, sums: Sums, read: Callable[[Int[Array, "seq page"]], tupl
     def step(i: jax.Array, sums: Sums) -> Sums:
         logical = walk.first_page[:, None] + i * block_pages + jnp.arange(block_pages, dtype=jnp.int32)[None]
         pages, is_page = _layer_pages(walk.table, logical, walk.num_pages, walk.page_offset)
-        places = logical[:, :1] * page_size + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None]
+        places = (logical * walk.stripe.stride + walk.stripe.offset)[..., None] * page_size
+        places = (places + jnp.arange(page_size, dtype=jnp.int32)[None, None]).reshape(logical.shape[0], -1)
         is_live = jnp.repeat(is_page, page_size, axis=1)
         is_live &= (places >= walk.begins[:, None]) & (places < walk.ends[:, None])
         is_seen = is_live[:, None] & (places[:, None] < walk.limits[:, :, None])
@@ -278,9 +292,11 @@ def _own_runs(
     num_runs = recent.shape[2] // span
     begins = (arguments.starts - arguments.starts % span)[:, None]
     begins += span * jnp.arange(num_runs, dtype=jnp.int32)[None]
-    page_size = arguments.values.page_size
-    logical = jax.lax.div(begins, jnp.int32(page_size))
+    page_size, stripe = arguments.values.page_size, arguments.stripe or Stripe(1, 0)
+    page = jax.lax.div(begins, jnp.int32(page_size))
+    logical = _pages_before(stripe, page)
     pages, is_page = _layer_pages(arguments.page_table, logical, num_pages, arguments.page_offset)
+    is_page &= logical * stripe.stride + stripe.offset == page
     within = jax.lax.div(begins % page_size, jnp.int32(span))
 
     def reach(array: jax.Array, axis: int = 2) -> jax.Array:
@@ -303,7 +319,7 @@ def _own_runs(
     keys = recent.reshape(num_seqs, num_heads, num_runs, span, head_dim).swapaxes(1, 2)
     places = begins[:, :, None] + jnp.arange(span, dtype=jnp.int32)[None, None]
     ends = arguments.starts + arguments.lens
-    kept = _first_kept(arguments.page_table, ends, page_size)
+    kept = _first_kept(arguments.page_table, stripe, ends, page_size)
     is_live = is_page[..., None] & (places >= kept[:, None, None]) & (places < ends[:, None, None])
     is_live, places = reach(is_live), reach(places)
     values = gather(arguments.values, reach(pages[..., None]), reach(within[..., None]), span)
@@ -330,7 +346,7 @@ def _layer_pages(
     num_pages: int,
     offset: jax.Array | int,
 ) -> tuple[Int[Array, "seq page"], Bool[Array, "seq page"]]:
-    """Return where a sequence's pages lie in the pool, and which of them there are."""
+    """Return where a sequence's pages lie in the pool, and which there are; counted in their stripe."""
     column = jax.lax.rem(logical, jnp.int32(table.shape[1]))
     pages = jnp.take_along_axis(table, column, axis=1)
     is_page = (pages >= 0) & (pages < num_pages)

@@ -13,6 +13,7 @@ from kernels_pallas.latent_attention.shapes import SHAPES, Shape
 from kernels_pallas.paged_attention import Pages, Tiling
 
 from ..compare import assert_close, relative_errors
+from .stripes import in_stripes
 
 NUM_LAYERS, LAYER = 3, 1
 TILING = Tiling(block_tokens=48)
@@ -103,6 +104,21 @@ def dense_attention(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
             weights = np.exp(logits * SCALE - log_sum[row, step, head])
             out[row, step, head] = weights @ (latents[row, first:end] @ value_up[head].T)
     return out, log_sum
+
+
+@pytest.mark.parametrize("implementation", [latent_attention.xla, latent_attention.reference])
+def test_stripes_of_pages_merged_are_the_whole(implementation):
+    shape = SHAPES["glm_lite_chunk"]
+    arguments, num_pages = make_arguments(shape, is_absorbed=False)
+    columns = -arguments.page_table.shape[1] % 3
+    arguments = arguments._replace(page_table=jnp.pad(arguments.page_table, ((0, 0), (0, columns))))
+    out, log_sum = in_stripes(
+        lambda arguments, _: run(implementation, arguments, num_pages, window=shape.window), arguments, 3
+    )
+    expected, expected_log_sum = dense_attention(shape)
+    assert_close(out, expected)
+    is_seen = np.isfinite(expected_log_sum)
+    assert_close(log_sum[is_seen], expected_log_sum[is_seen])
 
 
 @pytest.mark.parametrize("is_absorbed", [True, False], ids=["absorbed", "expanded"])

@@ -13,6 +13,7 @@ from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
 from ..rows import in_rows
+from .stripes import in_stripes
 
 NUM_LAYERS, LAYER = 3, 1
 TOLERANCE = 1e-5
@@ -154,6 +155,28 @@ def test_without_a_window_the_latest_tokens_that_the_table_names_are_seen(comput
     shape = Shape(4, 2, 8, page_size=4, time=1, totals=(1, 9, 14))
     out, log_sum = compute(shape, *make_arguments(shape, width=2))
     expected, expected_log_sum = dense_attention(dataclasses.replace(shape, window=8))
+    assert_close(out, expected, TOLERANCE)
+    assert_log_sums_close(log_sum, expected_log_sum)
+
+
+@pytest.mark.parametrize("implementation", [paged_attention.xla, paged_attention.reference])
+@pytest.mark.parametrize(
+    ("name", "width"), [("multi_query_decode", 153), ("gpt_oss_sinks_decode", 6), ("gemma_soft_cap_chunk", 9)]
+)
+def test_stripes_of_pages_merged_are_the_whole(implementation, name: str, width: int):
+    shape = SHAPES[name]
+    arguments, num_pages = make_arguments(shape, width=width)
+    options = make_options(shape)
+    if implementation is paged_attention.xla:
+        options["tiling"] = TILING
+
+    def compute(arguments: PagedArguments, stripe: int):
+        # A sink is counted once.
+        sinks = None if options["sinks"] is None else options["sinks"] - (jnp.inf if stripe else 0.0)
+        return run(implementation, arguments, num_pages, **options | {"sinks": sinks})
+
+    out, log_sum = in_stripes(compute, arguments, 3)
+    expected, expected_log_sum = dense_attention(shape)
     assert_close(out, expected, TOLERANCE)
     assert_log_sums_close(log_sum, expected_log_sum)
 
