@@ -93,9 +93,11 @@ class RunningBatch:
 
     def stop(self, row: int, num_new: int) -> None:
         """End a sequence with reason STOP after `num_new` tokens, and take its pages back."""
+        # Not written by index: a mesh with Explicit axes has no rule for that.
+        is_row = self._place(np.arange(len(self.finish)) == row)
         state = self.state
         self.state = state.replace(
-            finish=state.finish.at[row].set(STOP), num_new=state.num_new.at[row].set(num_new)
+            finish=jnp.where(is_row, STOP, state.finish), num_new=jnp.where(is_row, num_new, state.num_new)
         )
         finish = self.finish.copy()
         finish[row] = STOP

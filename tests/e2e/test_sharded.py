@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jkv.cache.cache import Cache
 from jkv.config import load_config
 from jkv.decode.configured import make_sharding
-from jkv.decode.generate import Decoding, begin, generate
+from jkv.decode.generate import Decoding, Stream, begin, generate, results
 from jkv.decode.loop import decode
 from jkv.models.decoder import cache_spec
 from jkv.models.load import LanguageModel, load_model
@@ -86,6 +86,16 @@ def test_greedy_tokens_equal_the_reference(sharded: Sharded):
     generations = generate(make_decoding(sharded), prompts, max_new_tokens=NUM_NEW_TOKENS)
     expected = reference("greedy")[:, NUM_PROMPT_TOKENS:]
     assert [list(row.tokens) for row in generations] == expected.tolist()
+
+
+def test_a_stopped_sequence_leaves_those_of_other_devices_running(sharded: Sharded):
+    stream = Stream(make_decoding(sharded), reference("tokens").tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    next(iter(stream))
+    stream.stop(1)
+    list(stream)
+    expected = reference("greedy")[:, NUM_PROMPT_TOKENS:].tolist()
+    expected[1] = expected[1][:1]
+    assert [list(row.tokens) for row in results(stream.state)] == expected
 
 
 @pytest.mark.gate
