@@ -103,7 +103,7 @@ def plan_cache(
         # Of several shards any may have the longest.
         needed.append(min(total, rows * spec.pages_for(longest, group)))
         most = rows * spec.pages_for(capacity, group)
-        pools.append(min(num_pages, most) if isinstance(num_pages, int) else needed[-1])
+        pools.append(needed[-1] if num_pages in (None, "auto") else min(int(num_pages), most))
         if spec.pages_for(longest, group) > pools[-1]:
             raise ValueError(
                 f"{asked} need {spec.pages_for(longest, group)} pages of {spec.page_size} tokens, got a pool "

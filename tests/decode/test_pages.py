@@ -4,6 +4,7 @@ import random
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 
 from jkv.cache.cache import Cache
@@ -39,6 +40,11 @@ def test_a_plan_has_the_bytes_of_the_cache(num_pages, pools):
     cache = Cache.dense(SPEC, **sizes) if pools is None else Cache.paged(SPEC, **sizes, num_pages=pools)
     arrays = jax.tree.leaves([(pool.keys, pool.values) for pool in cache.pools])
     assert plan.nbytes == sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_number_of_numpy_s_is_a_number_of_pages():
+    assert make_plan(np.int64(10)).num_pages == (10, 8)
 
 
 def test_shards_have_pools_of_their_own():
