@@ -91,7 +91,8 @@ def run(argv: Sequence[str]) -> None:
 def describe(comparison: Comparison, base_bytes: int, nbytes: int) -> dict[str, Any]:
     """Return what a comparison says, over all tokens and by how much context they have."""
     num_tokens = comparison.divergence.shape[1]
-    borders = [0, *(border for border in _BORDERS if border < num_tokens), num_tokens]
+    # The last token has none after it whose likelihood would be compared: it makes no row of its own.
+    borders = [0, *(border for border in _BORDERS if border < num_tokens - 1), num_tokens]
     slices = {f"{start}-{end}": comparison.between(start, end) for start, end in itertools.pairwise(borders)}
     return {
         "bytes_per_token": nbytes,

@@ -4,6 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jkv.cli.score import describe
+from jkv.decode.compare import Comparison
+
 SMOLLM2 = Path(__file__).parents[1] / "golden" / "smollm2"
 
 
@@ -141,6 +144,15 @@ def test_a_codec_is_compared_with_another(run_json, run_jkv, tiny, tokens_file):
     assert 0.9 < shown["same_top"] <= 1
     assert list(shown["by_context"]) == ["0-40"]
     assert len(run_jkv(*flags).splitlines()) == 4
+
+
+@pytest.mark.parametrize(("num_tokens", "names"), [(513, ["0-513"]), (514, ["0-512", "512-514"])])
+def test_a_context_of_one_token_is_no_row_of_a_comparison(num_tokens, names):
+    nll = np.ones((1, num_tokens - 1))
+    places = np.ones((1, num_tokens))
+    shown = describe(Comparison(nll, nll, places, places > 0), 8, 4)
+    assert list(shown["by_context"]) == names
+    assert all(part["perplexity_ratio"] == 1 for part in shown["by_context"].values())
 
 
 def test_a_comparison_keeps_no_logits(refusal, tiny, tokens_file, tmp_path):
