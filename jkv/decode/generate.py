@@ -288,7 +288,7 @@ def open_batch(
         )
     sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=sequences, base_seed=seed)
     history = (rows, round_capacity(max_new_tokens, 16))
-    top = (*history, sampler.num_logprobs)
+    top = (*history, sampler.most_logprobs)
     of_rows = {
         "sampler": sampler,
         "token": jnp.zeros(rows, jnp.int32),
@@ -379,8 +379,16 @@ def results(state: DecodeState) -> list[Generation]:
     Raises:
         ValueError: a sequence's logits were not finite.
     """
-    finish, counts, tokens, logprobs, top_tokens, top_logprobs = fetch(
-        (state.finish, state.num_new, state.new_tokens, state.logprobs, state.top_tokens, state.top_logprobs)
+    finish, counts, tokens, logprobs, top_counts, top_tokens, top_logprobs = fetch(
+        (
+            state.finish,
+            state.num_new,
+            state.new_tokens,
+            state.logprobs,
+            state.sampler.num_logprobs,
+            state.top_tokens,
+            state.top_logprobs,
+        )
     )
     _check_finite(finish)
     return [
@@ -389,11 +397,13 @@ def results(state: DecodeState) -> list[Generation]:
             logprobs=tuple(logprobs[row, :count].tolist()),
             top_logprobs=tuple(
                 tuple(zip(ids.tolist(), values.tolist(), strict=True))
-                for ids, values in zip(top_tokens[row, :count], top_logprobs[row, :count], strict=True)
+                for ids, values in zip(
+                    top_tokens[row, :count, :top_count], top_logprobs[row, :count, :top_count], strict=True
+                )
             ),
             finish_reason=FINISH_REASONS.get(int(finish[row])),
         )
-        for row, count in enumerate(counts)
+        for row, (count, top_count) in enumerate(zip(counts, top_counts, strict=True))
     ]
 
 

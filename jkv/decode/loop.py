@@ -34,7 +34,7 @@ class DecodeState(State):
         stop_ids: tokens that end a sequence; -1 is none.
         new_tokens: the sampled tokens, `num_new` of each row.
         logprobs: their log-probabilities under the raw logits.
-        top_tokens: the likeliest tokens at each place, as many as the sampler reports.
+        top_tokens: the likeliest tokens at each place, as many as the row that asks for most gets.
         top_logprobs: their log-probabilities.
     """
 

@@ -69,14 +69,16 @@ class Sampler(State):
         randomness: None where every row takes the likeliest token.
         penalties: None where no row has one.
         bias: added to the logits; None where no row has one.
-        num_logprobs: likeliest tokens reported with each draw, the largest number that a row asks for.
+        num_logprobs: likeliest tokens that each row asks for.
+        most_logprobs: the largest of these, as many as are reported with each draw.
     """
 
     num_draws: Int[Array, " seq"]
     randomness: Randomness | None
     penalties: Penalties | None
     bias: Float[Array, "seq vocab"] | None
-    num_logprobs: int = static(default=0)
+    num_logprobs: Int[Array, " seq"]
+    most_logprobs: int = static(default=0)
 
     @staticmethod
     def create(
@@ -122,7 +124,8 @@ class Sampler(State):
             randomness=_make_randomness(params, keys, vocab_size),
             penalties=_make_penalties(params, prompts, outputs, vocab_size),
             bias=_make_bias(params, vocab_size),
-            num_logprobs=max((row.num_logprobs for row in params), default=0),
+            num_logprobs=jnp.array([row.num_logprobs for row in params], jnp.int32),
+            most_logprobs=max((row.num_logprobs for row in params), default=0),
         )
 
 
@@ -166,7 +169,7 @@ def sample(
     is_finite &= chosen < raw.shape[-1]
     is_drawn = active & is_finite
     tokens = jnp.where(is_drawn, chosen, pad_id)
-    logprobs, top_tokens, top_logprobs = _logprobs(raw, chosen, sampler.num_logprobs)
+    logprobs, top_tokens, top_logprobs = _logprobs(raw, chosen, sampler.most_logprobs)
     draw = Draw(
         tokens=tokens,
         logprobs=jnp.where(is_drawn, logprobs, 0),

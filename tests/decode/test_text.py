@@ -110,6 +110,12 @@ def test_likeliest_tokens_stand_beside_each_token():
     )
 
 
+def test_each_sequence_has_as_many_likeliest_tokens_as_it_asks_for():
+    sampling = [SamplingParams(num_logprobs=count) for count in (2, 0, 1)]
+    _, generations = run(make_stream("a", "b", "c", sampling=sampling, max_new_tokens=2))
+    assert [[len(top) for top in row.top_logprobs] for row in generations] == [[2, 2], [0, 0], [1, 1]]
+
+
 def test_without_a_tokenizer_there_are_tokens_and_no_text():
     stream = TextStream(make_decoding(), None, [[5]], max_new_tokens=3)
     streamed, (generation,) = run(stream)
