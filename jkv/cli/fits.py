@@ -47,10 +47,11 @@ def check_tokens(
         ValueError: an id is unknown, or the prompts do not fit the model, the mesh, the cache or the memory.
     """
     read_prompts(prompts, vocab_size=model.vocab_size)
-    check_length(model, max(map(len, prompts)) + num_new, remedy=remedy)
+    # A score reads what follows the last token, as if it were one new token. The last new token is not read.
+    num_new = max(num_new, 1)
+    check_length(model, max(map(len, prompts)) + num_new - 1, remedy=remedy)
     check_divides(weight_sizes(model), config.mesh, name=config.model.path, num_sequences=len(prompts))
-    # A score reads what follows the last token, as if it were one new token.
-    plan = configured_plan(config, model, Counter(map(len, prompts)), max(num_new, 1), max_chunk=max_chunk)
+    plan = configured_plan(config, model, Counter(map(len, prompts)), num_new, max_chunk=max_chunk)
     check_memory(config, plan)
     return plan
 

@@ -88,6 +88,7 @@ def make_decoding(
         buckets=config.engine.prefill_buckets,
         sharding=make_sharding(config.mesh),
         scales=configured_scales(config),
+        max_length=model.config.max_length,
     )
 
 

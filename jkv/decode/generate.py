@@ -46,6 +46,7 @@ class Decoding:
         buckets: widths of prefill steps.
         sharding: where the cache lives; None is one device.
         scales: for each cache group those of keys and values, where their codec is static.
+        max_length: positions that the model was made for; None is any number.
     """
 
     step: StepFunction
@@ -58,6 +59,7 @@ class Decoding:
     buckets: tuple[int, ...] = DEFAULT_BUCKETS
     sharding: Sharding | None = None
     scales: Scales | None = None
+    max_length: int | None = None
 
     def check(self) -> None:
         """Raise ValueError for the first size or id that cannot be decoded with."""
@@ -68,6 +70,8 @@ class Decoding:
         check_stop_ids(self.stop_ids, self.vocab_size)
         if self.capacity is not None:
             require_whole("capacity", self.capacity, at_least=1, unit=" token")
+        if self.max_length is not None:
+            require_whole("max_length", self.max_length, at_least=1, unit=" token")
         if self.num_pages not in (None, "auto"):
             require_whole("num_pages", self.num_pages, at_least=1, unit=" page")
         if not self.buckets:
@@ -362,7 +366,19 @@ def open_books(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tok
 
 
 def plan_decoding(decoding: Decoding, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> CachePlan:
-    """Return the sizes of the cache for the prompts; see `plan_cache`."""
+    """Return the sizes of the cache for the prompts; see `plan_cache`.
+
+    Raises:
+        ValueError: as `plan_cache`, or the model does not read as many tokens.
+    """
+    longest = max(map(len, prompts))
+    # Nothing follows the last new token that would read it.
+    num_read = longest + max_new_tokens - 1
+    if decoding.max_length is not None and num_read > decoding.max_length:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones need a model that reads {num_read} "
+            f"tokens, got one of {decoding.max_length}; shorten them"
+        )
     return plan_cache(
         decoding.spec,
         Counter(map(len, prompts)),

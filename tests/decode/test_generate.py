@@ -233,6 +233,14 @@ def test_a_prompt_that_just_fits_is_decoded_and_one_token_more_is_refused():
         generate(decoding, [[1] * 6], max_new_tokens=2)
 
 
+def test_a_model_reads_as_many_positions_as_it_was_made_for():
+    decoding = make_counting(max_length=6)
+    (row,) = generate(decoding, [[1] * 5], max_new_tokens=2)
+    assert len(row.tokens) == 2
+    with pytest.raises(ValueError, match="and 3 new ones need a model that reads 7 tokens, got one of 6"):
+        generate(decoding, [[1] * 5], max_new_tokens=3)
+
+
 def test_the_rows_of_an_array_are_prompts():
     rows = generate(make_counting(), np.array([[1, 2], [5, 6]], np.uint8), max_new_tokens=2)
     assert tokens_of(rows) == [[3, 4], [7, 8]]
@@ -283,6 +291,7 @@ def test_a_request_that_makes_no_sense_is_refused(options: dict, message: str):
         ({"stop_ids": 3}, "stop_ids must be a list of whole numbers, got 3"),
         ({"capacity": 0}, "capacity must be at least 1 token, got 0"),
         ({"capacity": 8.0}, "capacity must be a whole number, got 8.0"),
+        ({"max_length": 0}, "max_length must be at least 1 token, got 0"),
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
         ({"vocab_size": 40}, "a step's logits must end in vocab_size, here [1, 40], got [1, 32]"),
         ({"vocab_size": 20}, "a step's logits must end in vocab_size, here [1, 20], got [1, 32]"),
