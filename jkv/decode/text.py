@@ -146,6 +146,7 @@ class _TextEnd:
     """Turns a sequence's tokens into text up to its end."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, is_continuation=True)
         self._stops = StopStrings(stop_strings)
 
@@ -155,8 +156,13 @@ class _TextEnd:
         return self._stops.matched is not None
 
     def push(self, token: int, finish_reason: str | None) -> str:
-        """Add a token and return the text that is final with it; a stop token gives none."""
-        piece = "" if finish_reason == "stop" else self._detokenizer.push(token)
+        """Add a token and return the text that is final with it; a stop token gives none.
+
+        Logits may be wider than the vocabulary, padded to round sizes. An id that is no token gives no text,
+        so that what is sampled does not depend on whether it is shown.
+        """
+        has_text = finish_reason != "stop" and self._tokenizer.has_token(token)
+        piece = self._detokenizer.push(token) if has_text else ""
         if finish_reason is None:
             return self._stops.push(piece)
         return self._stops.push(piece + self._detokenizer.flush()) + self._stops.flush()

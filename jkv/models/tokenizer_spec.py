@@ -47,11 +47,15 @@ class TokenizerSpec:
     adds_bos: bool
     adds_eos: bool
     named_tokens: Mapping[str, str]
+    def has_token(self, token_id: int) -> bool:
+        """Whether the id is a token's."""
+        return 0 <= token_id < len(self.texts) and self.texts[token_id] is not None
+
     chat_template: str | None
 
     def text(self, token_id: int) -> str:
         """The token as the files spell it; an id without a token is a ValueError."""
-        text = self.texts[token_id] if 0 <= token_id < len(self.texts) else None
+        text = self.texts[token_id] if self.has_token(token_id) else None
         if text is None:
             raise ValueError(
                 f"a token id must name one of this vocabulary's {len(self.texts)}, got {token_id}"

@@ -153,6 +153,19 @@ def test_text_iterated_again_goes_on_and_ends():
     assert [generation.text for generation in stream.generations()] == ["b", "qrstuv"]
 
 
+def test_an_id_that_is_no_token_gives_no_text():
+    width = len(VOCABULARY) + 2
+
+    def count_round(weights, tokens, cache, batch):
+        last = jnp.take_along_axis(tokens, batch.last[:, None], axis=1)[:, 0]
+        return jax.nn.one_hot((last + 1) % width, width) * weights, cache
+
+    decoding = make_decoding(step=count_round, vocab_size=width)
+    streamed, (generation,) = run(TextStream(decoding, make_tokenizer(), [[EOS]], max_new_tokens=5))
+    assert generation.tokens == (EOS + 1, EOS + 2, 0, 1, 2)
+    assert streamed == [generation.text] == ["".join(LETTERS[:3])]
+
+
 def test_cache_bytes_are_those_of_whole_pages():
     stream = make_stream("a", max_new_tokens=9)
     assert stream.cache_bytes == [16 * 2 * 4 * 4]
