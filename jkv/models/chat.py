@@ -13,8 +13,16 @@ from jinja2 import ext, nodes, parser, sandbox
 
 type Message = Mapping[str, Any]
 
-# What a template can raise on messages that it is not made for.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+# What a template can raise on messages that it is not made for; a macro may call itself for ever.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class ChatTemplate:

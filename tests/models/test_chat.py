@@ -53,6 +53,7 @@ def test_the_date_is_of_now_unless_given():
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
         ("{{ missing.field }}", "'missing' is undefined"),
         ("{{ 1 // 0 }}", "zero"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
