@@ -30,6 +30,7 @@ from jkv.models.fields import (
     POSITIVE,
     SWITCH,
     TEXT,
+    Kind,
     check_fields,
     either,
     many,
@@ -192,7 +193,10 @@ _ROPE_KINDS = {
     "mscale_all_dim": AT_LEAST_ZERO,
     "partial_rotary_factor": NUMBER,
 }
-_QUANTIZATION_KINDS = {"weight_block_size": many(COUNT)}
+_BLOCK = Kind(
+    f"a list of two, each {COUNT.words}", lambda value: many(COUNT).holds(value) and len(value) == 2
+)
+_QUANTIZATION_KINDS = {"weight_block_size": _BLOCK}
 # What transformers takes where a window is switched on without a size, and from which layer on (Qwen).
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28

@@ -271,8 +271,8 @@ def test_layer_types_that_do_not_fit_are_refused(changes: dict, message: str):
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor must be a number above 0"),
         ({"quantization_config": [1]}, "quantization_config must be a mapping"),
         (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
-            "quantization_config.weight_block_size must be a list",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "quantization_config.weight_block_size must be a list of two",
         ),
         ({"head_dim": 7}, "even number of entries, got 7"),
         ({"hidden_size": 4}, r"even number of entries, got 0 \(4 over 8 heads"),
