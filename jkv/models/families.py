@@ -69,8 +69,6 @@ class ModelConfig:
         latent: widths of latent attention; None is grouped-query attention.
         kv_copies: neighbouring KV heads that are copies of one of the checkpoint's; see `with_kv_copies`.
         is_tied: the output head is the embedding.
-        bos_token_id: token that starts a text, where the checkpoint names one; the tokenizer knows whether to
-            add it.
         eos_token_ids: tokens that end generation.
     """
 
@@ -104,7 +102,6 @@ class ModelConfig:
     latent: LatentDims | None = None
     kv_copies: int = 1
     is_tied: bool = False
-    bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
 
@@ -431,7 +428,6 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 4,
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-6,
-            "bos_token_id": 2,
             "eos_token_id": 1,
             "head_dim": 256,
             "query_pre_attn_scalar": 256,

@@ -154,7 +154,6 @@ def config_from_gguf(
             gating=family.gating,
             mixture=_mixture(given, family),
             is_tied="output.weight" not in tensor_names,
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_token_ids=_end_tokens(metadata),
             **family_switches(family, given["embedding_length"]),
         )

@@ -124,7 +124,6 @@ _KINDS = {
     "rope_scaling": MAPPING,
     "rope_parameters": MAPPING,
     "tie_word_embeddings": SWITCH,
-    "bos_token_id": INDEX,
     "eos_token_id": either(INDEX, many(INDEX)),
     "quantization_config": MAPPING,
     "num_nextn_predict_layers": INDEX,
@@ -246,7 +245,6 @@ def config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
             mixture=_mixture(given, family),
             latent=latent,
             is_tied=bool(given.get("tie_word_embeddings", False)),
-            bos_token_id=given.get("bos_token_id"),
             eos_token_ids=_token_ids(given.get("eos_token_id")),
             **family_switches(family, given["hidden_size"]),
         )

@@ -52,7 +52,7 @@ def test_a_golden_llama_is_read_whole():
     assert config.rope == RopeConfig(dim=8, theta=10_000.0)
     assert config.windows == (None, None, None)
     assert (config.max_length, config.is_tied) == (512, False)
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.eos_token_ids == (2,)
     assert not config.has_qk_norm
     assert not config.has_qkv_bias
 
@@ -103,7 +103,7 @@ def test_mixtrals_base_is_a_million_unless_told_otherwise():
 def test_sizes_that_old_files_leave_out_follow_from_the_others():
     config = config_from_hf(make_hf())
     assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 8, 10_000.0)
-    assert (config.is_tied, config.bos_token_id, config.eos_token_ids) == (False, None, ())
+    assert (config.is_tied, config.eos_token_ids) == (False, ())
 
 
 def test_the_model_type_serves_where_no_architecture_is_named():
