@@ -47,7 +47,6 @@ def spec_from_folder(path: str | Path) -> TokenizerSpec:
         bos_id=bos_id,
         eos_ids=_find_eos_ids(folder, encoder.token_to_id(named_tokens.get("eos_token", ""))),
         adds_bos=adds_bos,
-        adds_eos=bool(config.get("add_eos_token")),
         named_tokens=named_tokens,
         chat_template=_find_chat_template(folder, config),
     )

@@ -43,7 +43,6 @@ _KINDS = {
     "merges": many(TEXT),
     "add_space_prefix": SWITCH,
     "add_bos_token": SWITCH,
-    "add_eos_token": SWITCH,
     **dict.fromkeys((*_NAMED_IDS.values(), *_END_KEYS), INDEX),
 }
 # What the ids are in a SentencePiece file that does not say.
@@ -89,7 +88,6 @@ def spec_from_gguf(metadata: Mapping[str, Any]) -> TokenizerSpec:
         bos_id=keys.get("bos_token_id"),
         eos_ids=_find_eos_ids(keys, control_tokens),
         adds_bos=keys.get("add_bos_token", adds_bos),
-        adds_eos=keys.get("add_eos_token", False),
         named_tokens={name: texts[keys[key]] for name, key in _NAMED_IDS.items() if key in keys},
         chat_template=metadata.get("tokenizer.chat_template"),
     )

@@ -65,11 +65,6 @@ class Tokenizer:
         return self._spec.adds_bos
 
     @property
-    def adds_eos(self) -> bool:
-        """Whether the model was trained on texts that end with EOS; a prompt does not."""
-        return self._spec.adds_eos
-
-    @property
     def strips_first_space(self) -> bool:
         """Whether `decode` drops one space at the beginning, the one that `encode` put there."""
         return self._spec.strips_first_space
@@ -106,7 +101,7 @@ class Tokenizer:
         return self._ids[text]
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool | None = None) -> list[int]:
-        """Turn text into token ids.
+        """Turn text into token ids; EOS never ends them, whatever the files say, since the text is to go on.
 
         Args:
             text: Unicode text; lone surrogates, and bytes that the vocabulary lacks, are a ValueError.

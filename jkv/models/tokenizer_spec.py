@@ -29,7 +29,6 @@ class TokenizerSpec:
         bos_id: token that begins a text; None if there is none.
         eos_ids: tokens that end a generation.
         adds_bos: a text begins with `bos_id`.
-        adds_eos: a training text ends with the first of `eos_ids`.
         named_tokens: what chat templates call `bos_token`, `eos_token` and so on.
         chat_template: its source; None if there is none.
     """
@@ -45,7 +44,6 @@ class TokenizerSpec:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     adds_bos: bool
-    adds_eos: bool
     named_tokens: Mapping[str, str]
     def has_token(self, token_id: int) -> bool:
         """Whether the id is a token's."""
