@@ -3,6 +3,7 @@
 Knows Hugging Face's files; splits no text.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,23 +12,66 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from jkv.models.fields import read_json_object
+from jkv.models.fields import (
+    INDEX,
+    SWITCH,
+    TEXT,
+    Kind,
+    check_fields,
+    either,
+    many,
+    read_json_object,
+)
 from jkv.models.tokenizer_spec import SPACE, TokenizerSpec, find_unencodable_bytes
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_ADDED_SWITCHES = ("lstrip", "normalized", "rstrip", "single_word", "special")
+
+
+def _is_content(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("content"), str)
+
+
+def _are_added(value: Any) -> bool:
+    """Whether a value is what `AddedToken` takes, by id."""
+    if not isinstance(value, dict) or not all(map(str.isdecimal, value)):
+        return False
+    tokens = list(value.values())
+    return all(map(_is_content, tokens)) and all(
+        name == "content" or (name in _ADDED_SWITCHES and isinstance(field, bool))
+        for token in tokens
+        for name, field in token.items()
+    )
+
+
+def _is_template(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
+
+
+_TOKEN = either(TEXT, Kind("a mapping whose content is text", _is_content))
+_ADDED = Kind(f"a mapping of token ids to mappings of content and {', '.join(_ADDED_SWITCHES)}", _are_added)
+_KINDS = {
+    **dict.fromkeys(_NAMES, _TOKEN),
+    "added_tokens_decoder": _ADDED,
+    "additional_special_tokens": many(_TOKEN),
+    "add_bos_token": SWITCH,
+    "chat_template": either(TEXT, many(Kind("a mapping of name and template", _is_template))),
+    "eos_token_id": either(INDEX, many(INDEX)),
+}
 
 
 def spec_from_folder(path: str | Path) -> TokenizerSpec:
     """Read tokenizer.json and, where they are, the configuration files and the chat template beside it.
 
-    A folder without tokenizer.json is a ValueError, and so is a tokenizer that spells its tokens neither in
-    bytes nor as SentencePiece does.
+    A folder without tokenizer.json is a ValueError, and so are a file that holds something else and a
+    tokenizer that spells its tokens neither in bytes nor as SentencePiece does.
     """
     folder = Path(path)
-    raw = _read_tokenizer_json(folder)
-    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    encoder = read_encoder(folder)
+    # As the library writes it, whatever form the file has.
+    raw = json.loads(encoder.to_str())
+    config = _read_fields(folder / "special_tokens_map.json") | _read_fields(folder / "tokenizer_config.json")
     named_tokens = {name: _text(config[name]) for name in _NAMES if config.get(name)}
-    encoder = tokenizers.Tokenizer.from_str(json.dumps(raw))
     added = _list_added_tokens(encoder, config, named_tokens.values())
     _prepare(encoder, added)
     decoders = _steps(raw.get("decoder"))
@@ -52,20 +96,30 @@ def spec_from_folder(path: str | Path) -> TokenizerSpec:
     )
 
 
-def _read_tokenizer_json(folder: Path) -> dict[str, Any]:
-    if not (folder / "tokenizer.json").exists():
+def read_encoder(folder: Path) -> tokenizers.Tokenizer:
+    """Read a folder's tokenizer.json.
+
+    Raises:
+        ValueError: there is none, or it describes no tokenizer.
+    """
+    file = folder / "tokenizer.json"
+    if not file.exists():
         hint = ""
         if (folder / "tokenizer.model").exists():
             hint = "; convert its tokenizer.model with save_pretrained of transformers' fast tokenizer"
         raise ValueError(f"{folder} must have a tokenizer.json{hint}")
-    raw = _read_json(folder / "tokenizer.json")
-    if "model" not in raw:
-        raise ValueError(f"{folder / 'tokenizer.json'} must describe a tokenizer, but has no model")
-    return raw
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # The library raises no class of its own.
+        raise ValueError(f"{file} must describe a tokenizer, got {error}") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_json_object(file) if file.exists() else {}
+def _read_fields(file: Path) -> dict[str, Any]:
+    """Return the fields of a file beside it that say something; none where there is no such file."""
+    given = read_json_object(file) if file.exists() else {}
+    fields = {name: value for name, value in given.items() if value is not None}
+    check_fields(fields, _KINDS, f"{file}: ")
+    return fields
 
 
 def _text(token: str | Mapping[str, Any]) -> str:
@@ -80,7 +134,7 @@ def _list_added_tokens(
     for number, fields in config.get("added_tokens_decoder", {}).items():
         is_special = fields.get("special", False) or (int(number) in added and added[int(number)].special)
         added[int(number)] = AddedToken(**{**fields, "special": is_special})
-    for text in (*named_tokens, *map(_text, config.get("additional_special_tokens") or ())):
+    for text in (*named_tokens, *map(_text, config.get("additional_special_tokens", ()))):
         token_id = encoder.token_to_id(text)
         if token_id is not None and not (token_id in added and added[token_id].special):
             added[token_id] = AddedToken(text, normalized=False, special=True)
@@ -143,7 +197,7 @@ def _is_byte_level(decoders: list[dict[str, Any]]) -> bool:
 
 def _strips_first_space(decoder: Mapping[str, Any]) -> bool:
     if decoder["type"] == "Metaspace":
-        return decoder.get("prepend_scheme", "always") != "never" and decoder.get("add_prefix_space", True)
+        return decoder["prepend_scheme"] != "never"
     return decoder["type"] == "Strip" and decoder["start"] > 0
 
 
@@ -170,13 +224,13 @@ def _find_bos(
 def _list_prefix(processors: list[dict[str, Any]]) -> list[str]:
     for processor in processors:
         if processor["type"] == "TemplateProcessing":
-            names = [piece.get("SpecialToken", {}).get("id") for piece in processor["single"]]
-            return names[: names.index(None)]
+            before = itertools.takewhile(lambda piece: "SpecialToken" in piece, processor["single"])
+            return [piece["SpecialToken"]["id"] for piece in before]
     return []
 
 
 def _find_eos_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
-    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
+    listed = _read_fields(folder / "generation_config.json").get("eos_token_id")
     ids = [eos_id, *(listed if isinstance(listed, list) else [listed])]
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 

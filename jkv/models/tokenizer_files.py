@@ -3,10 +3,10 @@
 Knows names of files; splits no text.
 """
 
-import json
 import shutil
 from pathlib import Path
 
+from jkv.models.folder_tokenizer import read_encoder
 from jkv.models.gguf_metadata import gguf_metadata
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.gguf_header import write_gguf_metadata
@@ -38,11 +38,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def tokenizer_kind(path: Path) -> str:
-    """Return the tokenizer's algorithm in the file's own word."""
+    """Return the algorithm of a tokenizer that can be read, in the file's own word."""
     file = _gguf_of(path)
     if file is not None:
         return gguf_metadata(file)["tokenizer.ggml.model"]
-    return json.loads((path / _FOLDER[0]).read_text(encoding="utf-8"))["model"]["type"]
+    return type(read_encoder(path).model).__name__
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:

@@ -161,6 +161,36 @@ def test_a_damaged_file_is_named(make_folder):
         Tokenizer.from_folder(folder)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {}}', '{"model": {"type": "XYZ"}}'])
+def test_a_file_that_describes_no_tokenizer_is_named(make_folder, content):
+    folder = make_folder()
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.json must describe a tokenizer, got"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("tokenizer_config", {"bos_token": 5}, "bos_token must be text or a mapping whose content is text"),
+        ("special_tokens_map", {"eos_token": {"lstrip": True}}, "eos_token must be text or a mapping"),
+        ("tokenizer_config", {"added_tokens_decoder": {"x": {}}}, "must be a mapping of token ids to"),
+        ("tokenizer_config", {"added_tokens_decoder": {"1": {"content": "a", "x": 1}}}, "content and lstrip"),
+        ("tokenizer_config", {"additional_special_tokens": [None]}, "special_tokens must be a list"),
+        ("tokenizer_config", {"chat_template": [{"name": "default"}]}, "each a mapping of name and template"),
+        ("generation_config", {"eos_token_id": "2"}, "eos_token_id must be a whole number"),
+    ],
+)
+def test_a_field_of_another_kind_is_named_with_its_file(make_folder, name, fields, message):
+    with pytest.raises(ValueError, match=rf"{name}\.json: .*{message}"):
+        Tokenizer.from_folder(make_folder(**{name: fields}))
+
+
+def test_a_field_that_is_null_says_nothing(make_folder):
+    nothing = dict.fromkeys(("bos_token", "add_bos_token", "additional_special_tokens", "chat_template"))
+    assert Tokenizer.from_folder(make_folder(tokenizer_config=nothing)).bos_id is None
+
+
 def test_another_spelling_of_tokens_is_refused(make_folder):
     encoder = make_byte_level_encoder()
     encoder.decoder = decoders.WordPiece()
