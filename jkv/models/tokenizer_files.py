@@ -24,7 +24,10 @@ _FOLDER = (
 
 def has_tokenizer(path: Path) -> bool:
     """Return whether a GGUF file, or a model's folder with these files, describes a tokenizer."""
-    return _gguf_of(path) is not None or (path / _FOLDER[0]).is_file()
+    file = _gguf_of(path)
+    if file is not None:
+        return "tokenizer.ggml.tokens" in gguf_metadata(file)
+    return (path / _FOLDER[0]).is_file()
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
