@@ -1,6 +1,6 @@
 """Finds configuration files by name and puts a configuration's sections together.
 
-Knows folders, names and `base`; the keys inside a section mean nothing here.
+Knows folders, names and `base`; of the keys inside a section only that a model's sizes go with its path.
 """
 
 from collections.abc import Mapping
@@ -99,6 +99,9 @@ def _resolve(
     if "base" not in entry.value:
         return own
     base = _resolve(kind, entry.value["base"], library, seen, problems)
+    if base and kind == "model" and "path" in own.value:
+        # Sizes are those of the base's own path.
+        base = Entry({key: value for key, value in base.value.items() if key != "sizes"}, base.place)
     return base and merge(base, own)
 
 

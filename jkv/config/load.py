@@ -4,7 +4,7 @@ Knows the order of the steps; each step stands in a file of its own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,7 +30,8 @@ def load_config(config: str | Path, overrides: Sequence[str] = ()) -> DecodeConf
     Args:
         config: a path ending in .yaml, or a name looked up in `configs/` here, then among jkv's own.
         overrides: flags as on the command line: `--cache.page-size 64` sets one value, `--cache dense-bf16`
-            takes a whole section from another file. A request for help prints it and exits.
+            takes a whole section from another file. Another path has no sizes until they are given with it. A
+            request for help prints it and exits.
 
     Raises:
         ConfigError: names everything that is wrong, each with its file and line.
@@ -40,8 +41,12 @@ def load_config(config: str | Path, overrides: Sequence[str] = ()) -> DecodeConf
     result = _build(compose(str(config), names, problems), problems)
     if not flags:
         return result
-    changed = asdict(apply_flags(result, flags))
-    return _build({kind: command_line_entry(section) for kind, section in changed.items()}, [])
+    changed = apply_flags(result, flags)
+    if changed.model.path != result.model.path and changed.model.sizes == result.model.sizes:
+        # They are those of the other model.
+        changed = replace(changed, model=replace(changed.model, sizes=None))
+    sections = asdict(changed)
+    return _build({kind: command_line_entry(section) for kind, section in sections.items()}, [])
 
 
 def config_yaml(config: DecodeConfig) -> str:

@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,19 @@ def test_a_base_is_merged_key_by_key(tmp_path):
     mesh = load_config(file).mesh
     assert mesh.axes == (("data", 1), ("model", 4))
     assert (mesh.rules.mlp, mesh.rules.vocab) == ("model", None)
+
+
+def test_another_path_has_no_sizes_until_they_are_given_with_it(tmp_path):
+    model = load_config("smollm2-cpu").model
+    assert model.sizes is not None
+    assert load_config("smollm2-cpu", ["--model.path", model.path]).model == model
+    assert load_config("smollm2-cpu", ["--model.path", "x.gguf"]).model.sizes is None
+    flags = ["--model.path", "x.gguf", "--model.sizes.num-layers", "3"]
+    assert load_config("smollm2-cpu", flags).model.sizes == replace(model.sizes, num_layers=3)
+    file = make_config(tmp_path, model="{base: smollm2-135m, path: x.gguf}")
+    assert load_config(file).model == replace(model, path="x.gguf", sizes=None)
+    file = make_config(tmp_path, model="{base: smollm2-135m, sizes: {num_layers: 3}}")
+    assert load_config(file).model == replace(model, sizes=replace(model.sizes, num_layers=3))
 
 
 def test_names_are_looked_up_beside_the_file_first(tmp_path):
