@@ -77,14 +77,14 @@ class Tokenizer:
                 "a chat needs a model with a chat template, but its files have none; encode text instead"
             )
         return ChatTemplate(self._spec.chat_template, **self._spec.named_tokens)
-    def has_token(self, token_id: int) -> bool:
-        """Whether the id is a token's; a model's logits may be of more ids."""
-        return self._spec.has_token(token_id)
-
 
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token, which `decode` hides."""
         return token_id in self._spec.control_tokens
+
+    def has_token(self, token_id: int) -> bool:
+        """Whether the id is a token's; a model's logits may be of more ids."""
+        return self._spec.has_token(token_id)
 
     def token_text(self, token_id: int) -> str:
         """The token as the model's files spell it; a ValueError for an id outside the vocabulary."""

@@ -45,11 +45,11 @@ class TokenizerSpec:
     eos_ids: tuple[int, ...]
     adds_bos: bool
     named_tokens: Mapping[str, str]
+    chat_template: str | None
+
     def has_token(self, token_id: int) -> bool:
         """Whether the id is a token's."""
         return 0 <= token_id < len(self.texts) and self.texts[token_id] is not None
-
-    chat_template: str | None
 
     def text(self, token_id: int) -> str:
         """The token as the files spell it; an id without a token is a ValueError."""
