@@ -3,6 +3,7 @@
 Knows sizes; reads no tensor.
 """
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -31,9 +32,10 @@ def check_tokens(
     num_new: int,
     *,
     remedy: str,
+    max_rows: int | None = None,
     max_chunk: int | None = None,
 ) -> CachePlan:
-    """Return the sizes of the prompts' cache; refuse what cannot be decoded or held in memory.
+    """Return the sizes of the prompts' cache, or the largest one; refuse what cannot be decoded or held.
 
     Args:
         config: the cache and the mesh.
@@ -41,6 +43,7 @@ def check_tokens(
         prompts: token ids.
         num_new: tokens that follow each.
         remedy: what to do about prompts that are too long.
+        max_rows: prompts of a batch, where they are decoded in turns; None is all.
         max_chunk: tokens of the longest step; None is the widest of a prefill.
 
     Raises:
@@ -50,10 +53,13 @@ def check_tokens(
     # A score reads what follows the last token, as if it were one new token. The last new token is not read.
     num_new = max(num_new, 1)
     check_length(model, max(map(len, prompts)) + num_new - 1, remedy=remedy)
-    check_divides(weight_sizes(model), config.mesh, name=config.model.path, num_sequences=len(prompts))
-    plan = configured_plan(config, model, Counter(map(len, prompts)), num_new, max_chunk=max_chunk)
-    check_memory(config, plan)
-    return plan
+    plans = []
+    for turn in itertools.batched(prompts, max_rows or len(prompts)):
+        check_divides(weight_sizes(model), config.mesh, name=config.model.path, num_sequences=len(turn))
+        plan = configured_plan(config, model, Counter(map(len, turn)), num_new, max_chunk=max_chunk)
+        check_memory(config, plan)
+        plans.append(plan)
+    return max(plans, key=lambda plan: plan.nbytes)
 
 
 def check_length(model: ModelConfig, num_tokens: int, *, remedy: str) -> None:

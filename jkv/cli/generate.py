@@ -6,6 +6,7 @@ Knows prompts and terminals; jkv.decode.text does the work.
 import itertools
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,14 @@ from jkv.cli.options import (
     show_progress,
 )
 from jkv.config import DecodeConfig
-from jkv.decode.configured import end_ids, load_configured, make_decoding, make_sampling, open_configured
+from jkv.decode.configured import (
+    configured_spec,
+    end_ids,
+    load_configured,
+    make_decoding,
+    make_sampling,
+    open_configured,
+)
 from jkv.decode.generate import check_stop_ids
 from jkv.decode.params import SamplingParams
 from jkv.decode.text import TextGeneration, TextStream, check_stop_strings
@@ -120,29 +128,34 @@ def run(argv: Sequence[str]) -> None:
         prompts,
         config.engine.sampling.max_new_tokens,
         remedy=" with the new ones; shorten the prompt or lower --max-new-tokens",
+        max_rows=config.engine.max_sequences,
     )
-    if len(prompts) > config.engine.max_sequences:
-        raise ValueError(
-            f"a batch holds {config.engine.max_sequences} sequences, got {len(prompts)} prompts; "
-            "raise --engine.max-sequences"
-        )
-    with show_progress(f"loading {config.model.path}") as show:
+    with show_progress(f"loading {config.model.path}"):
         model = load_configured(config)
-        show("reading the prompt, compiling where it is the first of its size")
-        stream = stream_text(arguments, config, model, tokenizer, prompts, sampling)
-        steps = iter(stream)
-        latest = next(steps)
-    display = _Display(texts, is_silent=arguments.json or tokenizer is None)
-    for step in itertools.chain([latest], steps):
-        display.step(step.pieces, step.finish_reasons)
-    generations = stream.generations()
-    if arguments.json:
-        pages = stream.pages and [{"peak": peak, "pool": pool} for peak, pool in stream.pages]
-        for row in zip(texts, prompts, generations, stream.cache_bytes, strict=True):
-            print(json.dumps(describe(*row, arguments.logprobs) | {"pages": pages}))
-    elif tokenizer is None:
-        for generation in generations:
-            print(",".join(map(str, generation.tokens)))
+    began = time.perf_counter()
+    for start in range(0, len(prompts), config.engine.max_sequences):
+        turn = range(len(prompts))[start : start + config.engine.max_sequences]
+        waited = time.perf_counter() - began
+        with show_progress("reading prompts, compiling where they are the first of their size"):
+            own = [prompts[index] for index in turn]
+            stream = stream_text(arguments, config, model, tokenizer, own, sampling, first_request=start)
+            steps = iter(stream)
+            latest = next(steps)
+        display = _Display(texts, turn, is_silent=arguments.json or tokenizer is None)
+        for step in itertools.chain([latest], steps):
+            display.step(step.pieces, step.finish_reasons)
+        generations = stream.generations()
+        if arguments.json:
+            pages = stream.pages and [{"peak": peak, "pool": pool} for peak, pool in stream.pages]
+            common = {"pages": pages, "pool_layout": configured_spec(config, sizes).layout}
+            for index, generation, size in zip(turn, generations, stream.cache_bytes, strict=True):
+                row = (texts[index], prompts[index], generation, size)
+                print(json.dumps(describe(*row, arguments.logprobs, waited=waited) | common), flush=True)
+        elif tokenizer is None:
+            for generation in generations:
+                print(",".join(map(str, generation.tokens)), flush=True)
+        # Its cache makes room for that of the next turn.
+        del stream, steps
 
 
 def read_prompts(
@@ -175,8 +188,10 @@ def stream_text(
     tokenizer: Tokenizer | None,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
+    *,
+    first_request: int = 0,
 ) -> TextStream:
-    """Read the prompts into the cache and return the stream of their continuations.
+    """Read the prompts into the cache and return the stream of their continuations; see `TextStream`.
 
     Raises:
         ValueError: a stop token is unknown, or there are stop strings and no tokenizer.
@@ -190,6 +205,7 @@ def stream_text(
         sampling=sampling,
         stop_strings=arguments.stop,
         seed=config.engine.seed,
+        first_request=first_request,
     )
 
 
@@ -199,6 +215,8 @@ def describe(
     generation: TextGeneration,
     cache_bytes: int,
     logprobs: int | None,
+    *,
+    waited: float = 0.0,
 ) -> dict[str, Any]:
     """Return what `--json` prints of one prompt.
 
@@ -208,6 +226,7 @@ def describe(
         generation: its continuation.
         cache_bytes: bytes of its pages.
         logprobs: likeliest tokens listed for each place; None leaves log-probabilities out.
+        waited: seconds that the prompt waited for its turn.
     """
     first, *rest = (1e3 * second for second in generation.seconds)
     p50, p95 = np.percentile(rest, [50, 95]).tolist() if rest else (None, None)
@@ -219,7 +238,7 @@ def describe(
         "finish_reason": generation.finish_reason,
         "num_prompt_tokens": len(prompt),
         "num_new_tokens": len(generation.tokens),
-        "ttft_ms": first,
+        "ttft_ms": 1e3 * waited + first,
         "itl_ms": {"p50": p50, "p95": p95},
         "tokens_per_second": 1e3 * len(rest) / sum(rest) if rest else None,
         "cache_bytes": cache_bytes,
@@ -232,10 +251,12 @@ def describe(
 class _Display:
     """Writes text to the terminal as it comes: one sequence's at once, several each when it ends."""
 
-    def __init__(self, texts: Sequence[str | None], *, is_silent: bool):
+    def __init__(self, texts: Sequence[str | None], turn: range, *, is_silent: bool):
+        """Show the prompts of a turn among all texts."""
         self._texts = texts
+        self._turn = turn
         self._is_silent = is_silent
-        self._waiting: dict[int, list[str]] = {index: [] for index in range(len(texts))}
+        self._waiting: dict[int, list[str]] = {index: [] for index in turn}
 
     def step(self, pieces: Sequence[str], finish_reasons: Sequence[str | None]) -> None:
         """Show what one step brought."""
@@ -244,7 +265,7 @@ class _Display:
         if len(self._texts) == 1:
             print(pieces[0], end="" if finish_reasons[0] is None else "\n", flush=True)
             return
-        for index, (piece, reason) in enumerate(zip(pieces, finish_reasons, strict=True)):
+        for index, piece, reason in zip(self._turn, pieces, finish_reasons, strict=True):
             if index not in self._waiting:
                 continue
             self._waiting[index].append(piece)

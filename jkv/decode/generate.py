@@ -189,10 +189,16 @@ class Stream:
         max_new_tokens: int,
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         seed: int = 0,
+        first_request: int = 0,
     ):
         self._clock = time.perf_counter()
         self._batch = open_batch(
-            decoding, prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
+            decoding,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            first_request=first_request,
         )
         self._batch.admit()
         self._num_come = np.zeros(len(self._batch.finish), int)
@@ -272,8 +278,17 @@ def open_batch(
     max_new_tokens: int,
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     seed: int = 0,
+    first_request: int = 0,
 ) -> RunningBatch:
     """Return the prompts as a batch on the device, all of whose sequences wait.
+
+    Args:
+        decoding: see `generate`, as are the others.
+        prompts: token ids.
+        max_new_tokens: most new tokens of a sequence.
+        sampling: for all sequences, or one each.
+        seed: base of the streams of requests that have no seed of their own.
+        first_request: the first prompt's index among all requests, which such a stream depends on too.
 
     Raises:
         ValueError: as `generate`.
@@ -290,7 +305,13 @@ def open_batch(
         raise ValueError(
             f"sampling must be one for all or one a prompt, got {len(params)} for {rows} prompts"
         )
-    sampler = Sampler.create(params, vocab_size=decoding.vocab_size, prompts=sequences, base_seed=seed)
+    sampler = Sampler.create(
+        params,
+        vocab_size=decoding.vocab_size,
+        prompts=sequences,
+        base_seed=seed,
+        request_indices=range(first_request, first_request + rows),
+    )
     history = (rows, round_capacity(max_new_tokens, 16))
     top = (*history, sampler.most_logprobs)
     of_rows = {

@@ -62,6 +62,7 @@ class TextStream:
         sampling: for all sequences, or one each.
         stop_strings: texts that end a sequence; nothing of one is passed on.
         seed: base of the streams of requests that have no seed of their own.
+        first_request: the first prompt's index among all, where they come in several batches.
 
     Raises:
         ValueError: as `jkv.decode.generate.generate`, or there are stop strings and no tokenizer.
@@ -77,11 +78,19 @@ class TextStream:
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         stop_strings: Sequence[str] = (),
         seed: int = 0,
+        first_request: int = 0,
     ):
         check_stop_strings(stop_strings, tokenizer)
         rows = read_prompts(prompts, vocab_size=decoding.vocab_size)
         self._rows = [_Row(_TextEnd(tokenizer, stop_strings) if tokenizer else None) for _ in rows]
-        self._stream = Stream(decoding, rows, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+        self._stream = Stream(
+            decoding,
+            rows,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            first_request=first_request,
+        )
 
     def __iter__(self) -> Iterator[TextStep]:
         for step in self._stream:

@@ -61,6 +61,14 @@ def test_pieces_add_up_to_the_text():
     assert [generation.finish_reason for generation in generations] == ["length", "length"]
 
 
+def test_requests_of_a_later_batch_draw_what_they_would_in_one():
+    # Of flat logits every token is as likely.
+    options = {"decoding": make_decoding(weights=jnp.float32(0)), "sampling": SamplingParams(temperature=1.0)}
+    _, together = run(make_stream("a", "a", **options))
+    _, (later,) = run(make_stream("a", first_request=1, **options))
+    assert together[0].tokens != together[1].tokens == later.tokens
+
+
 def test_nothing_of_a_stop_string_is_passed_on():
     streamed, (generation,) = run(make_stream("a", stop_strings=["ef"]))
     assert streamed == ["bcd"]
