@@ -146,6 +146,16 @@ def test_a_page_id_outside_the_layer_writes_nothing(page: int, rows: int, time: 
     assert np.isnan(after.pools[0].values.data).all()
 
 
+@pytest.mark.parametrize("page", [4, 99, -1])
+def test_pages_outside_the_layer_are_neither_copied_nor_copied_to(page: int):
+    cache = write(make_cache(capacity=4, num_layers=2), make_rows(1, 4), jnp.array([4], jnp.int32))
+    inside, outside = (jnp.array([one], jnp.int32) for one in (2, page))
+    for source, target in ((inside, outside), (outside, inside)):
+        after = sequences.copy_pages(cache, [source], [target])
+        for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_a_step_that_its_pages_have_no_room_for_is_refused():
     cache = make_cache(capacity=4)
     table = cache.pools[0].page_table

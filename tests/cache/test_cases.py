@@ -51,18 +51,21 @@ def cut(heads: list[jax.Array], start: int, count: int, time: int) -> list[jax.A
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(
-    "widths", [[11, *[1] * 5], [*[1] * 7, 3, 6]], ids=["B11_long_prefill_then_steps", "B13_steps_then_chunks"]
+    ("widths", "time"),
+    [([11, *[1] * 12], 14), ([*[1] * 7, 3, 6, 3, 6], 6)],
+    ids=["B11_long_padded_prefill_then_steps", "B13_steps_then_chunks"],
 )
-def test_a_ring_gives_what_banded_attention_gives(widths: list[int], page_size: int):
-    """B11, B13: a prompt longer than the window, and a chunk after the ring has wrapped."""
-    heads = make_heads(1, 16)
+def test_a_ring_gives_what_banded_attention_gives(widths: list[int], time: int, page_size: int):
+    """B11, B13: a prompt longer than the window, padded, and chunks after the ring has wrapped."""
+    heads = make_heads(1, sum(widths))
     group = CacheGroup(1, NUM_KV_HEADS, HEAD_DIM, window=4)
-    spec = CacheSpec.create([group], page_size=page_size, max_chunk=11)
+    spec = CacheSpec.create([group], page_size=page_size, max_chunk=time)
     cache = poison(Cache.dense(spec, num_sequences=1, capacity=64))
     assert cache.is_ring(0)
+    assert spec.pages_for(64) * page_size < sum(widths)
     outs, start = [], 0
     for width in widths:
-        out, cache = run_step(cache, jnp.array([width]), cut(heads, start, width, 11), window=4)
+        out, cache = run_step(cache, jnp.array([width]), cut(heads, start, width, time), window=4)
         outs.append(out[:, :width])
         start += width
     assert_close(np.concatenate(outs, axis=1), ops.attend(*heads, scale=SCALE, window=4).out)
