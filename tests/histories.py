@@ -4,7 +4,9 @@ The model keeps each sequence's heads as their codec reads them, so that what di
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,10 @@ from .poison import poison
 
 NUM_LAYERS, LAYER = 2, 1
 WINDOW = 20
+# A form's programs run for less time than it takes to optimize them.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Heads, or runs of slots, that codecs read back at once: forms of one head size share that program.
+NUM_READ = 64
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,8 @@ class History:
         sizes = {"num_sequences": rows, "capacity": capacity, "scales": [self.scales]}
         self.allocator = None
         if form.layout.startswith("paged"):
-            self.allocator = PageAllocator(2 * rows * self.width)
+            # As many as a dense cache's, so that they share programs.
+            self.allocator = PageAllocator(rows * self.width)
             cache = Cache.paged(spec, **sizes, num_pages=[self.allocator.num_pages])
         else:
             cache = Cache.dense(spec, **sizes)
@@ -129,9 +136,9 @@ class History:
         """Make row `i` continue row `rows[i]`: paged tables share pages, dense ones copy them."""
         indices = jnp.array(rows, jnp.int32)
         if self.allocator is None:
-            self.cache = jax.jit(sequences.select)(self.cache, indices)
+            self.cache = _select(self.cache, indices)
         else:
-            self.cache = jax.jit(sequences.fork)(self.cache, indices, [self._fork_pages(rows)])
+            self.cache = _fork(self.cache, indices, [self._fork_pages(rows)])
         self.heads = [self.heads[row] for row in rows]
         self.check_lengths()
 
@@ -164,9 +171,10 @@ class History:
             fresh = self.allocator.allocate(max(needed, 0))
             assert fresh is not None
             self.pages[row] += fresh
-        pairs = np.full((2, self.form.num_rows), -1, np.int32)
-        pairs[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
-        self.cache = _copy_pages(self.cache, *jnp.asarray(pairs))
+        if copies:
+            pairs = np.full((2, self.form.num_rows), -1, np.int32)
+            pairs[:, : len(copies)] = np.reshape(copies, (-1, 2)).T
+            self.cache = _copy_pages(self.cache, *jnp.asarray(pairs))
         self._assign()
 
     def _assign(self) -> None:
@@ -183,23 +191,29 @@ class History:
         old = [list(pages) for pages in self.pages]
         moved = [index for index, row in enumerate(rows) if index != row]
         for index in moved:
-            count = self.heads[rows[index]].shape[1]
-            whole = 0 if is_ring else count // page_size
-            shared = old[rows[index]][:whole]
-            self.allocator.share(shared)
-            fresh = self.allocator.allocate(len(old[rows[index]]) - whole)
-            assert fresh is not None
-            targets[index, : len(fresh)] = fresh
-            self.pages[index] = shared + fresh
+            whole = 0 if is_ring else self.heads[rows[index]].shape[1] // page_size
+            self.pages[index] = old[rows[index]][:whole]
+            self.allocator.share(self.pages[index])
+        # Before any is taken: a page that is copied from may be copied to as well.
         for index in moved:
             self.allocator.free(old[index])
+        for index in moved:
+            fresh = self.allocator.allocate(len(old[rows[index]]) - len(self.pages[index]))
+            assert fresh is not None
+            targets[index, : len(fresh)] = fresh
+            self.pages[index] = self.pages[index] + fresh
         return jnp.asarray(targets)
 
     def _as_read(self, *heads: np.ndarray) -> np.ndarray:
         """Return keys and values as their codecs read them back, keys of open runs as they are kept."""
         codecs = self.form.spec.groups[0].codecs
-        scales = [None if scale is None else scale[LAYER] for scale in self.scales]
-        return np.stack([_read(*one) for one in zip(codecs, heads, scales, strict=True)])
+        # All heads have the same scale.
+        scales = [None if scale is None else scale[LAYER, :1] for scale in self.scales]
+        read = [
+            _in_parts(_read, part.reshape(-1, part.shape[-1]), codec, scale).reshape(part.shape)
+            for part, codec, scale in zip(heads, codecs, scales, strict=True)
+        ]
+        return np.stack(read)
 
     def runs(self, keys: np.ndarray) -> tuple[int, np.ndarray]:
         """Return the slots of a run, 1 where there are none, and the keys that later runs see."""
@@ -208,10 +222,8 @@ class History:
             return 1, keys
         span = codec.span(self.form.page_size)
         whole = len(keys) // span * span
-        runs = keys[:whole].reshape(-1, span, *keys.shape[1:]).swapaxes(1, 2)
-        stored = encode_run(jnp.asarray(runs, jnp.float32))
-        scale, zero = (jnp.asarray(a, jnp.float32)[..., None, :] for a in (stored.scale, stored.zero))
-        read = np.asarray(unpack(stored.data) * scale + zero).swapaxes(1, 2)
+        runs = keys[:whole].reshape(-1, span, *keys.shape[1:]).swapaxes(1, 2).astype(np.float32)
+        read = _in_parts(_read_runs, runs.reshape(-1, *runs.shape[2:])).reshape(runs.shape).swapaxes(1, 2)
         return span, np.concatenate([read.reshape(whole, *keys.shape[1:]), keys[whole:]])
 
     def _expected(self, query: np.ndarray, lens: list[int]) -> np.ndarray:
@@ -224,31 +236,60 @@ class History:
                 # Both parts have the same query.
                 keys, values = keys + values, keys
             span, encoded = self.runs(keys)
-            for step in range(count):
-                end = len(keys) - count + step + 1
-                first = 0 if self.form.window is None else max(end - self.form.window, 0)
-                own = (end - 1) // span * span
-                seen = np.concatenate([encoded[:own], keys[own:end]])
-                for head in range(self.form.heads[0]):
-                    logits = seen[first:end, head // group] @ query[row, step, head] / self.form.head_dim**0.5
-                    weights = np.exp(logits - logits.max())
-                    out[row, step, head] = weights @ values[first:end, head // group] / weights.sum()
+            ends = np.arange(len(keys) - count, len(keys))[:, None]
+            past = ends - np.arange(len(keys))[None]
+            is_seen = past >= 0 if self.form.window is None else (past >= 0) & (past < self.form.window)
+            is_own = np.arange(len(keys))[None] // span == ends // span
+            for head in range(self.form.heads[0]):
+                logits = query[row, :count, head] @ encoded[:, head // group].T
+                if span > 1:
+                    logits = np.where(is_own, query[row, :count, head] @ keys[:, head // group].T, logits)
+                logits /= self.form.head_dim**0.5
+                logits = np.where(is_seen, logits, -np.inf)
+                weights = np.exp(logits - logits.max(1, keepdims=True))
+                out[row, :count, head] = weights @ values[:, head // group] / weights.sum(1, keepdims=True)
         return out
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _read(codec: Codec, heads: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _in_parts(function: Callable[..., jax.Array], rows: np.ndarray, *options: Any) -> np.ndarray:
+    """Return what the function gives for rows, `NUM_READ` of them a call."""
+    num_parts = -(-len(rows) // NUM_READ)
+    padded = np.zeros((num_parts * NUM_READ, *rows.shape[1:]), np.float32)
+    padded[: len(rows)] = rows
+    parts = [function(jnp.asarray(part), *options) for part in padded.reshape(-1, NUM_READ, *rows.shape[1:])]
+    return np.concatenate([padded[:0], *map(np.asarray, parts)])[: len(rows)]
+
+
+_jit = functools.partial(jax.jit, compiler_options=QUICK)
+_select = _jit(sequences.select)
+_fork = _jit(sequences.fork)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _read(heads: jax.Array, codec: Codec, scale: jax.Array | None) -> jax.Array:
+    """Return heads `[part, head_dim]` as the codec reads them back."""
     if codec.scaling == "slots":
         return rounded(heads).astype(jnp.float32)
-    return decode(codec, encode(codec, heads, scale), scale)
+    heads = heads[:, None]
+    return decode(codec, encode(codec, heads, scale), scale)[:, 0]
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@jax.jit
+def _read_runs(runs: jax.Array) -> jax.Array:
+    """Return runs `[part, slot, head_dim]` of slots as they are read back."""
+    stored = encode_run(runs)
+    assert stored.scale is not None
+    assert stored.zero is not None
+    scale, zero = (array.astype(jnp.float32)[..., None, :] for array in (stored.scale, stored.zero))
+    return unpack(stored.data) * scale + zero
+
+
+@functools.partial(_jit, donate_argnums=0)
 def _copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
     return sequences.copy_pages(cache, [sources], [targets])
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6), donate_argnums=0)
+@functools.partial(_jit, static_argnums=(5, 6), donate_argnums=0)
 def _step(
     cache: Cache,
     lens: jax.Array,
