@@ -6,6 +6,7 @@ Knows axis names and sizes; owns no array.
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -88,6 +89,11 @@ class Sharding:
                 f"{axis!r} has {size} entries, which {self.size(axis)} shards of mesh axis "
                 f"{dict(self.rules).get(axis or '')!r} do not divide"
             )
+
+    @property
+    def device(self) -> Any:
+        """A device of the mesh; it may be one that programs are compiled for and that is not here."""
+        return self.mesh.devices.flat[0]
 
     @property
     def is_explicit(self) -> bool:

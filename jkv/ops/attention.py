@@ -101,7 +101,7 @@ def attend(
             recent,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        chosen = choose(implementation, arguments, tiling)
+        chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, log_sum = module_of(chosen).paged_attention(
             arguments,
@@ -186,7 +186,7 @@ def attend_latent(
             jax.tree.map(functools.partial(turned, spec.codecs[0]), up),
         )
         latent_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        chosen = choose(implementation, arguments)
+        chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         compute = getattr(latent_attention, chosen)
         out, log_sum = compute(arguments, num_pages=pool.num_pages, scale=scale, window=window, **options)

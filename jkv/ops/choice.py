@@ -22,16 +22,18 @@ def choose(
     implementation: Implementation,
     arguments: PagedArguments | LatentArguments | None = None,
     tiling: Tiling | None = None,
+    device: Any = None,
 ) -> Chosen:
-    """Return the implementation that runs: a name is itself; `auto` is the platform's kernel, or `xla`.
+    """Return the implementation that runs: a name is itself; `auto` is the device's kernel, or `xla`.
 
-    The platform is that of this process's devices: a program for others names its kernel. What `auto` chooses
-    for a call is logged, with the reason where it is not a kernel.
+    What `auto` chooses for a call is logged, with the reason where it is not a kernel.
 
     Args:
         implementation: `auto`, or one by name.
         arguments: the call; None asks for the platform's choice, whatever is called.
         tiling: of the call.
+        device: that the program is for; None is this process's. A program without a mesh that is for another
+            device names its kernel.
 
     Raises:
         ValueError: the name is unknown.
@@ -43,11 +45,12 @@ def choose(
         )
     if implementation != "auto":
         return implementation
-    kernel = _kernel_of_platform()
+    device = jax.local_devices()[0] if device is None else device
+    kernel = _kernel_of(device)
     if arguments is None:
         return kernel or "xla"
     if kernel is None:
-        reason = f"{jax.local_devices()[0].device_kind} has no kernel"
+        reason = f"{device.device_kind} has no kernel"
     elif isinstance(arguments, LatentArguments):
         reason = "latents have no kernel"
     else:
@@ -62,9 +65,8 @@ def module_of(name: Chosen) -> Any:
     return importlib.import_module(f"kernels_pallas.paged_attention.{name}")
 
 
-def _kernel_of_platform() -> Chosen | None:
-    """Return the kernel for the devices here; None where there is none."""
-    device = jax.local_devices()[0]
+def _kernel_of(device: Any) -> Chosen | None:
+    """Return the kernel for a device; None where there is none."""
     if device.platform == "tpu":
         return "pallas_tpu"
     # Products of a warp group are an instruction of compute capability 9.0 alone.
