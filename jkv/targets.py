@@ -5,12 +5,13 @@ Knows compilers and their descriptions of devices; no cache and no model.
 
 import importlib.util
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 class _Compiler(NamedTuple):
@@ -59,14 +60,24 @@ dnn_version_info { major: 9 minor: 10 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 
-_COMPILERS = {
-    "v5e": _Compiler("libtpu", {"platform": "tpu", "topology_name": "v5e:2x2"}),
-    "v6e": _Compiler("libtpu", {"platform": "tpu", "topology_name": "v6e:2x2"}),
-    "h200": _Compiler(
-        "jax_cuda13_plugin",
-        {"platform": "cuda", "topology_name": "", "topology": "1x1x1", "target_config": _H200},
-    ),
-}
+# NVIDIA's data sheet; the rest is as of an H200.
+_H100 = (
+    _H200.replace("H200", "H100")
+    .replace("device_memory_size: 151397597184", "device_memory_size: 80000000000")
+    .replace("memory_bandwidth: 4800000000000", "memory_bandwidth: 3350000000000")
+)
+
+
+def _tpu(name: str) -> _Compiler:
+    return _Compiler("libtpu", {"platform": "tpu", "topology_name": name})
+
+
+def _gpu(description: str, num_devices: int) -> _Compiler:
+    shape = {"topology_name": "", "topology": f"1x1x{num_devices}"}
+    return _Compiler("jax_cuda13_plugin", {"platform": "cuda", "target_config": description, **shape})
+
+
+_COMPILERS = {"v5e": _tpu("v5e:2x2"), "v6e": _tpu("v6e:2x2"), "h200": _gpu(_H200, 1)}
 
 TARGETS = tuple(_COMPILERS)
 
@@ -92,7 +103,34 @@ def target(name: str) -> Mesh:
     """
     if name not in _COMPILERS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {name!r}")
-    module, arguments = _COMPILERS[name]
+    topology = _topology(name, _COMPILERS[name])
+    return Mesh(np.array(topology.devices[:1]), ("device",))
+
+
+def target_mesh(
+    machine: str, chips: Sequence[int], axes: Mapping[str, int], axis_type: AxisType = AxisType.Auto
+) -> Mesh:
+    """Return a mesh of linked devices of a machine, which need not be there; see `target`.
+
+    Args:
+        machine: a TPU by libtpu's name for it (`v5e`, `v5p`, `v6e`, `tpu7x`), `h100` or `h200`.
+        chips: along each axis of a TPU's torus; of GPUs, how many one server has.
+        axes: devices of each mesh axis, outermost first; those of a TPU are placed along its torus.
+        axis_type: of all axes.
+
+    Raises:
+        ModuleNotFoundError: the compiler is not installed.
+    """
+    gpus = {"h100": _H100, "h200": _H200}
+    shape = "x".join(map(str, chips))
+    compiler = _gpu(gpus[machine], chips[0]) if machine in gpus else _tpu(f"{machine}:{shape}")
+    topology = _topology(f"{machine}:{shape}", compiler)
+    placed = topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))
+    return Mesh(placed.devices, tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def _topology(name: str, compiler: _Compiler) -> Any:
+    module, arguments = compiler
     if importlib.util.find_spec(module) is None:
         raise ModuleNotFoundError(
             f"to compile for {name}, its compiler must be installed; pip install 'jkv[aot]'", name=module
@@ -100,8 +138,7 @@ def target(name: str) -> Mesh:
     if module == "libtpu":
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    topology = topologies.get_topology_desc(**arguments)
-    return Mesh(np.array(topology.devices[:1]), ("device",))
+    return topologies.get_topology_desc(**arguments)
 
 
 def shapes_on(mesh: Mesh, tree: Any) -> Any:

@@ -3,29 +3,32 @@
 Knows flags and words; the arithmetic is `jkv.plan`'s.
 """
 
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
-from jkv.cache.codec import CODECS, PoolLayout
+from jkv.cache.codec import CODECS, PoolLayout, choose_layout
 from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.cli.compiled import compile_shown, describe_compiled
 from jkv.cli.fits import check_divides, check_packs
 from jkv.cli.options import Flag, parse_alone
-from jkv.config import CodecName, MeshSection, ModelSection, SizesSection, load_config
-from jkv.config.compose import bundled_configs
+from jkv.config import CacheSection, CodecName, MeshSection, ModelSection, SizesSection, load_config
+from jkv.config.compose import FOLDERS, bundled_configs
 from jkv.config.errors import did_you_mean
 from jkv.models.weights.locate import is_hub_id
 from jkv.models.weights.model import open_model
 from jkv.plan.capacity import Deployment, choices
+from jkv.plan.compiled import Job
 from jkv.plan.decoder import cache_groups, parameters
 from jkv.plan.lengths import LengthMix, one_length, read_mix
-from jkv.plan.model import sizes_of
+from jkv.plan.model import config_of, sizes_of
 from jkv.plan.page import Settings, page
 from jkv.plan.plot import plot
 
@@ -68,22 +71,26 @@ class Arguments:
     """Tokens of every sequence."""
     context_mix: Path | None = None
     """File of lengths and their shares, as `8192, 0.25`, one a line."""
-    cache: Literal["dense", "paged", "window"] = "paged"
-    """Layout: paged gives sequences what each needs, others what the longest does; dense ignores windows."""
-    codec: CodecName = "bf16"
+    cache: str = "paged-bf16"
+    """Cache of configs/caches: paged gives sequences what each needs, others what the longest does; dense
+    ignores windows."""
+    codec: CodecName | None = None
     """How keys are stored, and values unless --value-codec says otherwise."""
     value_codec: CodecName | None = None
     """How values are stored."""
-    page_size: int = 64
+    page_size: int | None = None
     """Tokens of a page."""
-    pool_layout: PoolLayout = "plain"
-    """Device whose padding counts."""
+    pool_layout: PoolLayout | None = None
+    """Device whose padding counts; the cache's, else plain; with --compile the machine's."""
     weights: Literal["float32", "bfloat16", "int8", "int4"] | None = None
     """How weights are stored; as the preset says, else bfloat16."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Activations; as the preset says, else bfloat16."""
     step_tokens: int | None = None
     """New tokens of a step on a device, of prompts' chunks, 512; a window keeps room for them."""
+    compile: Flag = False
+    """Compile prefill and decode for the machine that --mesh names, and count what its compiler says; the
+    machine need not be here, its compiler is in jkv[aot]."""
     json: Flag = False
     """Print one JSON object."""
     plot: Path | None = None
@@ -96,8 +103,12 @@ def run(argv: Sequence[str]) -> None:
     """Plan as the command line says, and print the plan."""
     arguments = parse_alone(Arguments, argv, "plan")
     if arguments.html is not None and arguments == Arguments(html=arguments.html):
-        group = CacheGroup(80, 8, 128, arguments.codec)
+        group = CacheGroup(80, 8, 128, _cache(arguments).codec)
         write_page(arguments.html, Settings(_spec(arguments, [group])))
+        return
+    if arguments.compile:
+        compiled = compile_plan(arguments)
+        print(json.dumps(compiled) if arguments.json else describe_compiled(compiled))
         return
     shown = plan(arguments)
     print(json.dumps(shown) if arguments.json else describe(shown))
@@ -135,7 +146,7 @@ def plan(arguments: Arguments) -> dict[str, Any]:
     Raises:
         ValueError: arguments are missing, exclude or do not fit each other.
     """
-    deployment = make_deployment(arguments)
+    deployment, cache = make_deployment(arguments), _cache(arguments)
     ways = deployment.mesh.shards("kv_head")
     hbm = None if arguments.hbm is None else parse_bytes(arguments.hbm)
     if hbm is None and arguments.plot is not None:
@@ -166,9 +177,9 @@ def plan(arguments: Arguments) -> dict[str, Any]:
         "kv_copies": deployment.mesh.kv_copies,
         "devices": dict(deployment.mesh.axes),
         "lengths": [{"tokens": length, "share": float(share)} for length, share in deployment.mix.shares],
-        "cache": arguments.cache,
-        "codec": arguments.codec,
-        "value_codec": arguments.value_codec or arguments.codec,
+        "cache": cache.layout,
+        "codec": cache.codec,
+        "value_codec": cache.value_codec or cache.codec,
         "page_size": spec.page_size,
         "layout": spec.layout,
         "bytes_per_token": spec.bytes_per_token,
@@ -183,6 +194,55 @@ def plan(arguments: Arguments) -> dict[str, Any]:
         "fits": fitting,
         "choices": [asdict(choice) for choice in found],
     }
+
+
+def compile_plan(arguments: Arguments) -> dict[str, Any]:
+    """Return what the deployment's programs take on the machine of its mesh, as its compiler says.
+
+    Raises:
+        ValueError: as `plan`, the mesh names no machine, or what is asked does not fit it.
+    """
+    for name in ("hbm", "reserve", "pool_layout", "devices", "context_mix", "plot", "html", "layers"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--compile asks the machine of --mesh; drop --{name.replace('_', '-')}")
+    if arguments.model is None or arguments.mesh is None:
+        raise ValueError(f"--compile needs --model and --mesh; meshes of machines: {', '.join(_targets())}")
+    try:
+        job = make_job(arguments)
+    except ValueError as error:
+        fitting = " or ".join(name for name, _ in _jobs(arguments))
+        raise ValueError(f"{error}; meshes that divide it: {fitting or 'none'}") from error
+    model = {"model": arguments.model, "mesh": arguments.mesh, "cache": asdict(_cache(arguments))}
+    return model | compile_shown(job, arguments.batch, lambda: _jobs(arguments))
+
+
+def make_job(arguments: Arguments) -> Job:
+    """Return what is to be compiled."""
+    target = _mesh(arguments).machine
+    if target is None:
+        raise ValueError(f"--compile needs a mesh with a target, got {arguments.mesh}, which names none")
+    deployment = make_deployment(replace(arguments, pool_layout=choose_layout("auto", target.platform)))
+    if deployment.weights in ("int8", "int4"):
+        raise ValueError(f"--compile takes --weights float32 or bfloat16, got {deployment.weights}")
+    if (arguments.batch or 0) % deployment.mesh.shards("seq"):
+        raise ValueError(
+            f"--batch must be a multiple of the {deployment.mesh.shards('seq')} parts that the mesh splits "
+            f"sequences into, got {arguments.batch}"
+        )
+    assert deployment.sizes is not None
+    return Job(deployment, config_of(deployment.sizes), target)
+
+
+def _targets() -> list[str]:
+    """Return the names of the meshes that name a machine."""
+    return [name for name in section_names("mesh") if _mesh(Arguments(mesh=name)).target is not None]
+
+
+def _jobs(arguments: Arguments) -> Iterator[tuple[str, Job]]:
+    """Find the meshes of machines that divide the model, and what would be compiled for them."""
+    for name in _targets():
+        with contextlib.suppress(ValueError):
+            yield name, make_job(replace(arguments, mesh=name))
 
 
 def make_deployment(arguments: Arguments) -> Deployment:
@@ -208,9 +268,11 @@ def make_deployment(arguments: Arguments) -> Deployment:
     if sizes is not None:
         check_divides(sizes, mesh, name=arguments.model or "")
         check_packs(sizes, weights, mesh)
-    if arguments.cache == "window" and (sizes is None or sizes.window is None):
+    cache = _cache(arguments)
+    if cache.layout == "window" and (sizes is None or sizes.window is None):
         raise ValueError(
-            "--cache window needs a --model whose layers have a sliding window, got one without; use dense"
+            f"--cache {arguments.cache} needs a --model whose layers have a sliding window, got one without; "
+            "use dense"
         )
     return Deployment(
         spec=_spec(arguments, _groups(arguments, sizes)),
@@ -220,7 +282,7 @@ def make_deployment(arguments: Arguments) -> Deployment:
         weights=weights,
         dtype=arguments.dtype or (model.dtype if model else "bfloat16"),
         step_tokens=arguments.step_tokens or _STEP_TOKENS,
-        has_pool=arguments.cache == "paged",
+        has_pool=cache.layout == "paged",
     )
 
 
@@ -239,8 +301,13 @@ def parse_bytes(text: str) -> int:
 
 def preset_names() -> list[str]:
     """Return the names of the bundled models, and of those in the working folder's configs/models."""
+    return section_names("model")
+
+
+def section_names(kind: str) -> list[str]:
+    """Return the names of a section's files, bundled or in the working folder's configs."""
     folders = (Path("configs"), bundled_configs())
-    return sorted({file.stem for folder in folders for file in (folder / "models").glob("*.yaml")})
+    return sorted({file.stem for folder in folders for file in (folder / FOLDERS[kind]).glob("*.yaml")})
 
 
 def load_preset(name: str) -> ModelSection:
@@ -314,23 +381,38 @@ def _with_kv_copies(sizes: SizesSection | None, copies: int) -> SizesSection:
 
 
 def _groups(arguments: Arguments, sizes: SizesSection | None) -> list[CacheGroup]:
+    cache = _cache(arguments)
     if sizes is not None:
-        keeps_all = arguments.cache == "dense"
-        return cache_groups(sizes, arguments.codec, arguments.value_codec, keeps_all=keeps_all)
+        return cache_groups(sizes, cache.codec, cache.value_codec, keeps_all=cache.layout == "dense")
     assert arguments.layers is not None
     assert arguments.kv_heads is not None
     assert arguments.head_dim is not None
     shape = (arguments.layers, arguments.kv_heads, arguments.head_dim)
-    return [CacheGroup(*shape, arguments.codec, arguments.value_codec)]
+    return [CacheGroup(*shape, cache.codec, cache.value_codec)]
+
+
+def _cache(arguments: Arguments) -> CacheSection:
+    """Return the named cache with what flags change.
+
+    Raises:
+        ValueError: there is none of the name, or it stores windows in another way, which is not counted.
+    """
+    cache = load_config("smollm2-cpu", ["--cache", arguments.cache]).cache
+    if cache.window_codec is not None:
+        raise ValueError(f"a plan counts one codec for all layers, got window_codec {cache.window_codec}")
+    given = {name: getattr(arguments, name) for name in ("codec", "value_codec", "page_size")}
+    return replace(cache, **{name: value for name, value in given.items() if value is not None})
 
 
 def _spec(arguments: Arguments, groups: Sequence[CacheGroup]) -> CacheSpec:
     """Return the cache; all tokens of a step may be of one sequence, and its windows keep room for them."""
+    cache = _cache(arguments)
+    layout = arguments.pool_layout or cache.pool_layout
     return CacheSpec.create(
         groups,
-        page_size=arguments.page_size,
+        page_size=cache.page_size,
         max_chunk=arguments.step_tokens or _STEP_TOKENS,
-        layout=arguments.pool_layout,
+        layout="plain" if layout == "auto" else layout,
     )
 
 

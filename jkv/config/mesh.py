@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 from jkv.config.errors import did_you_mean
 from jkv.config.section import Conflict, Count, Section, Text
+from jkv.config.target import Target, read_target
 
 
 def _pairs(value: Any) -> Any:
@@ -75,12 +76,14 @@ class MeshSection(Section):
         axis_types: auto lets the compiler propagate shardings; explicit makes them part of types.
         rules: the mesh axis of each logical axis.
         kv_copies: devices that hold each KV head, where the KV heads' axis has more devices than heads.
+        target: the machine and its chips, as `v6e:2x4`, for `jkv plan --compile`; null where it is only run.
     """
 
     axes: MeshSizes
     axis_types: Literal["auto", "explicit"] = "auto"
     rules: MeshRules = field(default_factory=MeshRules)
     kv_copies: Count = 1
+    target: Text | None = None
 
     @property
     def num_devices(self) -> int:
@@ -96,13 +99,29 @@ class MeshSection(Section):
         name = getattr(self.rules, logical_axis, None)
         return 1 if name is None else dict(self.axes)[name]
 
+    @property
+    def machine(self) -> Target | None:
+        """The machine that the mesh is for, if it names one."""
+        return None if self.target is None else read_target(self.target)
+
     def conflicts(self) -> list[Conflict]:
         """Mesh axes are named once, rules name ones that exist, and none splits an array twice."""
         conflicts = [*_doubled(self.axes), *_strangers(self.rules, [name for name, _ in self.axes])]
         if not conflicts and self.shards("kv_head") % self.kv_copies:
             reason = f"must divide the {self.shards('kv_head')} devices of kv_head's axis"
             conflicts.append((("kv_copies",), f"{reason}, got {self.kv_copies}"))
-        return [*conflicts, *_unequal(self.rules), *_clashes(self.rules)]
+        return [*conflicts, *self._target_conflicts(), *_unequal(self.rules), *_clashes(self.rules)]
+
+    def _target_conflicts(self) -> list[Conflict]:
+        """The machine is known and has as many devices as the mesh."""
+        try:
+            machine = self.machine
+        except ValueError as error:
+            return [(("target",), str(error))]
+        if machine is None or machine.num_devices == self.num_devices:
+            return []
+        reason = f"must have the {self.num_devices} devices of the mesh's axes, got {machine.num_devices}"
+        return [(("target",), f"{reason} of {self.target}")]
 
 
 def _doubled(axes: tuple[tuple[str, int], ...]) -> Iterator[Conflict]:

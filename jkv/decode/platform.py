@@ -29,8 +29,11 @@ class PlatformJit:
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        platform = COMPILER_OPTIONS.get(jax.default_backend())
-        return jax.jit(self._function, compiler_options=platform, **self._options)
+        return self.jitted_for(jax.default_backend())
+
+    def jitted_for(self, platform: str) -> Any:
+        """Return the jitted function with the options of a platform, whose devices need not be here."""
+        return jax.jit(self._function, compiler_options=COMPILER_OPTIONS.get(platform), **self._options)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the jitted function."""

@@ -3,8 +3,10 @@
 Puts configuration, parameters and tokenizer together; each is read elsewhere.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +130,8 @@ def parameter_targets(model: nnx.Module, sharding: Sharding | None = None) -> di
     return targets
 
 
-def set_parameters(model: nnx.Module, parameters: dict[str, jax.Array]) -> None:
-    """Fill the module's parameters, by dotted path, with arrays."""
+def set_parameters(model: nnx.Module, parameters: Mapping[str, Any]) -> None:
+    """Fill the module's parameters, by dotted path, with arrays or their shapes."""
     state = nnx.state(model, nnx.Param)
     flat = nnx.to_flat_state(state)
     filled = [(path, old.replace(parameters[".".join(map(str, path))])) for path, old in flat]

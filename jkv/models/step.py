@@ -12,7 +12,7 @@ from flax import nnx
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
 
-Weights = tuple[jax.Array, ...]
+Weights = tuple[jax.Array | jax.ShapeDtypeStruct, ...]
 StepFunction = Callable[[Any, jax.Array, Any, Any], tuple[jax.Array, Any]]
 
 

@@ -1,7 +1,9 @@
-"""A model's configuration as sizes. Knows both forms; reads no file."""
+"""A model's configuration as sizes, and sizes as a configuration. Knows both forms; reads no file."""
 
 from jkv.config import ExpertSizes, LatentSizes, SizesSection
 from jkv.layers.latent import LatentDims
+from jkv.layers.moe import Routing
+from jkv.layers.rope import RopeConfig
 from jkv.models.families import MixtureConfig, ModelConfig
 
 # Fields that both forms have.
@@ -59,3 +61,34 @@ def _experts_of(mixture: MixtureConfig) -> ExpertSizes:
         num_dense_layers=mixture.num_dense_layers,
         has_router_bias=routing.has_bias or routing.has_correction,
     )
+
+
+def config_of(sizes: SizesSection) -> ModelConfig:
+    """Return a configuration of such sizes, for programs that are compiled and not run.
+
+    What sizes do not say is what a Llama has, and changes numbers but no shape. Layers without a window come
+    first.
+    """
+    num_windowed = 0 if sizes.window is None else sizes.num_layers - sizes.num_global_layers
+    latent = sizes.latent
+    return ModelConfig(
+        **{name: getattr(sizes, name) for name in _SAME},
+        family="llama",
+        norm_eps=1e-6,
+        rope=RopeConfig(dim=sizes.head_dim if latent is None else latent.rope_dim),
+        windows=(None,) * (sizes.num_layers - num_windowed) + (sizes.window,) * num_windowed,
+        has_post_norms=sizes.num_norms == 4,
+        latent=None if latent is None else _latent_dims(latent, sizes.head_dim),
+        mixture=None if sizes.experts is None else _mixture(sizes.experts),
+    )
+
+
+def _latent_dims(latent: LatentSizes, head_dim: int) -> LatentDims:
+    value = latent.value_dim or head_dim
+    return LatentDims(latent.dim, latent.rope_dim, head_dim, value, latent.query_rank)
+
+
+def _mixture(experts: ExpertSizes) -> MixtureConfig:
+    routing = Routing(experts.num_experts, experts.num_active, has_correction=experts.has_router_bias)
+    shared_dim = experts.num_shared * experts.mlp_dim or None
+    return MixtureConfig(routing, experts.mlp_dim, shared_dim, experts.num_dense_layers)

@@ -84,7 +84,7 @@ def test_copies_of_kv_heads_are_counted(run_json, refusal, tmp_path, monkeypatch
 def test_a_dense_cache_keeps_what_no_window_sees_and_the_longest_of_all(run_json, tmp_path):
     mix = tmp_path / "mix.txt"
     mix.write_text("4096 1\n8192 1\n")
-    argv = ("--model", "gemma-3-4b", "--batch", "4", "--context-mix", mix, "--json")
+    argv = ("--model", "gemma-3-4b", "--batch", "4", "--context-mix", mix, "--codec", "bf16", "--json")
     paged, dense, window = (
         run_json("plan", *argv, "--cache", cache)[0] for cache in ("paged", "dense", "window")
     )
@@ -204,3 +204,41 @@ def test_the_plan_in_the_docs_is_what_the_command_prints(run_jkv, monkeypatch):
     )
     command, printed = shown
     assert run_jkv(*shlex.split(command)) == printed
+
+
+COMPILED = ("plan", "--compile", "--model", "llama-3.1-70b", "--context", "8192", "--cache", "paged-int8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ("--mesh", "v6e-8", "--batch", "640"),
+            "a device of v6e must hold it all in 33,543,694,581 bytes, got 128,370,531,840 for 640 "
+            "sequences: 17,640,734,720 of weights, 110,729,797,120 of cache; "
+            "use --batch 91 or --context 1152 or --mesh v6e-256",
+        ),
+        (("--mesh", "v6e-8", "--batch", "95"), "use --batch 91 or --context 7808 or --codec int4_token"),
+        (
+            ("--mesh", "cpu-2x4"),
+            "a mesh with a target, got cpu-2x4, which names none; meshes that divide",
+        ),
+        (("--mesh", "v5p-64", "--batch", "12"), "must be a multiple of the 8 parts that the mesh splits"),
+        (("--mesh", "v6e-8", "--hbm", "32GB"), "--compile asks the machine of --mesh; drop --hbm"),
+        ((), "--compile needs --model and --mesh; meshes of machines: h100-8, h200-8, tpu7x-4"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_nearest_that_can(argv: tuple, message: str, refusal):
+    assert message in refusal(*COMPILED, *argv)
+
+
+def test_a_mesh_that_does_not_divide_is_refused_with_those_that_do(refusal):
+    said = refusal("plan", "--compile", "--model", "qwen3-30b-a3b", "--context", "512", "--mesh", "v6e-8")
+    assert "must split key and value heads evenly, got 4 over 8" in said
+    assert "meshes that divide it: none" in said
+
+
+def test_a_compiler_that_is_not_installed_is_named_with_its_extra(refusal, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    said = refusal(*COMPILED, "--mesh", "v6e-8", "--batch", "64")
+    assert said == "jkv: to compile for v6e:2x4, its compiler must be installed; pip install 'jkv[aot]'"

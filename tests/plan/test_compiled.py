@@ -1,0 +1,81 @@
+"""Deployments compiled for machines that are not here: what they send, and what they hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from jkv.cli.plan import Arguments, make_job
+from jkv.plan.compiled import CompiledPlan, Job, compile_plan
+from jkv.plan.depth import costs_of
+from jkv.plan.programs import compile_phase
+from jkv.targets import target_mesh
+
+TPU, GPU = pytest.mark.tpu_aot, pytest.mark.gpu_aot
+
+
+def find_job(model: str, mesh: str, **options: object) -> Job:
+    """Return the job, or skip the test where its compiler is not installed."""
+    job = make_job(Arguments(model=model, mesh=mesh, context=8192, **options))
+    try:
+        target_mesh(job.target.machine, job.target.chips, dict(job.deployment.mesh.axes))
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    return job
+
+
+def check(plan: CompiledPlan) -> None:
+    """Check that all of it fits a device, lies where it is counted, and is updated in place."""
+    (costs,) = plan.costs.values()
+    memory, resident = plan.job.deployment.memory(plan.num_sequences), plan.job.resident(plan.num_sequences)
+    assert plan.total <= plan.job.machine.hbm_bytes
+    assert costs.arguments == pytest.approx(resident, rel=0.01)
+    assert costs.aliased >= memory.cache + memory.padding
+    assert costs.temporaries < 0.02 * plan.job.machine.hbm_bytes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        pytest.param("v5e-32", 32, marks=TPU),
+        pytest.param("v5p-64", 8, marks=TPU),
+        pytest.param("v6e-8", 64, marks=TPU),
+        pytest.param("tpu7x-4", 64, marks=TPU),
+        pytest.param("h200-8", 64, marks=GPU),
+    ],
+)
+def test_a_step_of_llama_70b_sends_two_sums_a_layer_and_fits(mesh: str, rows: int):
+    plan = compile_plan(find_job("llama-3.1-70b", mesh, cache="paged-int8"), 64, phases=["decode"])
+    check(plan)
+    sent = plan.collectives("decode")
+    # GPUs add the embedding up in float32.
+    wide = {each.num_bytes: count for each, count in sent.items() if each.num_bytes >= rows * 8192 * 2}
+    assert wide == ({rows * 8192 * 2: 160, rows * 8192 * 4: 1} if "h200" in mesh else {rows * 8192 * 2: 161})
+    assert {each.kind for each in sent} == {"all-reduce"}
+    # The sampler's sums are a few words of each row.
+    assert (
+        sum(count * each.num_bytes for each, count in sent.items() if each.num_bytes not in wide) < 64 * rows
+    )
+
+
+@TPU
+def test_a_step_of_deepseek_v3_adds_its_experts_up_over_a_cube():
+    plan = compile_plan(find_job("deepseek-v3", "v5p-64-experts"), 64, phases=["decode"])
+    check(plan)
+    sent = {(each.num_devices, each.num_bytes): count for each, count in plan.collectives("decode").items()}
+    # Attention, dense MLPs, shared experts and the embedding over heads; the experts over all 64 chips.
+    assert sent[64, 64 * 7168 * 2] == 58
+
+
+@TPU
+def test_shallow_programs_say_what_one_of_medium_depth_takes():
+    job = find_job("llama-3.1-70b", "v6e-8", cache="paged-int8")
+    config = replace(job.model, num_layers=5, windows=(None,) * 5, embed_dim=2048, mlp_dim=7168)
+    job = replace(job, model=config)
+    found = compile_plan(job, 64, phases=["decode"]).costs["decode"]
+    real = costs_of(compile_phase(job.workload(64), "decode"))
+    assert found.collectives == real.collectives
+    assert found.flops == pytest.approx(real.flops, rel=0.01)
+    assert found.arguments == pytest.approx(real.arguments, rel=0.001)
+    assert found.aliased == pytest.approx(real.aliased, rel=0.001)
+    # What is fetched ahead for the next layers.
+    assert real.temporaries <= 1.1 * found.temporaries
