@@ -3,16 +3,19 @@
 Knows sizes and names; reads headers of weights and touches no device.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import jax
 import tyro
 
 from jkv import ops
 from jkv.cli.fits import check_divides, check_packs, weight_sizes
 from jkv.cli.inspect import describe_groups
 from jkv.cli.options import parse
+from jkv.cli.placements import describe_placements
 from jkv.config import (
     LOGICAL_ARRAYS,
     DecodeConfig,
@@ -37,6 +40,8 @@ class Arguments:
 
     config: tyro.conf.Positional[str]
     """Name or .yaml file."""
+    devices: int | None = None
+    """Devices of the mesh, simulated on this CPU: show where every array lies and what a step sends."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -46,7 +51,30 @@ def run(argv: Sequence[str]) -> None:
     model = stored_config(config)
     if model is not None:
         configured_scales(config)
-    print(check(arguments.config, overrides, model=model), end="")
+    if arguments.devices is not None:
+        simulate_devices(config.mesh, arguments.devices)
+        if model is None:
+            raise ValueError(f"--devices needs a model on this machine, got {config.model.path} of the hub")
+    shown = check(arguments.config, overrides, model=model)
+    if model is not None and arguments.devices is not None:
+        shown += "\n" + describe_placements(config, model)
+    print(shown, end="")
+
+
+def simulate_devices(mesh: MeshSection, num_devices: int) -> None:
+    """Let JAX make as many devices of the CPU as the mesh has, unless it has started.
+
+    Raises:
+        ValueError: the mesh has another number, or one.
+    """
+    if num_devices != mesh.num_devices or num_devices == 1:
+        raise ValueError(
+            f"--devices must be those of a mesh of several, got {num_devices} for one of {mesh.num_devices}; "
+            "choose another --mesh, as cpu-2x4"
+        )
+    # A backend that runs keeps its devices, and making the mesh says if they are too few.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def stored_config(config: DecodeConfig) -> ModelConfig | None:

@@ -116,19 +116,23 @@ def configured_spec(config: DecodeConfig, model: ModelConfig, *, max_chunk: int 
     Raises:
         ValueError: the cache asks for windows that the model does not have.
     """
-    cache = config.cache
     if not any(model.windows):
-        _refuse_windows(cache)
+        _refuse_windows(config.cache)
+    return cache_spec(model, **cache_options(config, max_chunk=max_chunk))
+
+
+def cache_options(config: DecodeConfig, *, max_chunk: int | None = None) -> dict[str, Any]:
+    """Return the options of `cache_spec` that the configuration gives; see `configured_spec`."""
+    cache = config.cache
     longest = max(config.engine.prefill_buckets) if max_chunk is None else max_chunk
-    return cache_spec(
-        model,
-        page_size=cache.page_size,
-        codec=cache.codec,
-        value_codec=cache.value_codec,
-        window_codec=cache.window_codec,
-        max_chunk=None if cache.layout == "dense" else longest,
-        layout=choose_layout(cache.pool_layout, jax.default_backend()),
-    )
+    return {
+        "page_size": cache.page_size,
+        "codec": cache.codec,
+        "value_codec": cache.value_codec,
+        "window_codec": cache.window_codec,
+        "max_chunk": None if cache.layout == "dense" else longest,
+        "layout": choose_layout(cache.pool_layout, jax.default_backend()),
+    }
 
 
 def configured_plan(

@@ -190,3 +190,21 @@ def test_a_model_that_is_not_there_is_refused(refusal, path):
 def test_a_wrong_flag_is_a_usage_error(refusal):
     said = refusal("check", "smollm2-cpu", "--cache.pagesize", "32")
     assert said == 'jkv: command line: --cache.pagesize: is not a flag (did you mean "--cache.page-size"?)'
+
+
+def test_arrays_are_placed_and_a_step_s_collectives_are_shown(run_jkv, tiny):
+    shown = run_jkv("check", "smollm2-cpu", "--model.path", tiny, "--mesh", "cpu-4x2", "--devices", "8")
+    (pool,) = [line for line in shown.splitlines() if line.startswith("  cache.pools[0].keys.data")]
+    # All 512 tokens of two of eight sequences, in three layers; one of two KV heads of 8.
+    assert f"P(data, model, None, None): {2 * 512 * 3 * 8 * 4:,} bytes" in pool
+    (query,) = [line for line in shown.splitlines() if "q_proj" in line]
+    assert "layers.*.attention.q_proj.weight x 3" in query
+    assert "P(model, None)" in query
+    # The embedding, and each layer's attention and MLP: two rows of 64 in float32.
+    assert f"  all-reduce of 2: 7 with {7 * 2 * 64 * 4:,} bytes" in shown
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [("cpu-4x2", "4"), ("single", "1")])
+def test_devices_that_are_not_the_mesh_s_are_refused(mesh: str, devices: str, refusal, tiny):
+    said = refusal("check", "smollm2-cpu", "--model.path", tiny, "--mesh", mesh, "--devices", devices)
+    assert "--devices must be those of a mesh of several" in said
