@@ -22,6 +22,7 @@ VERBS = {
     "calibrate": "measure the scales of the static codecs on a text",
     "tokenize": "show a text's tokens",
     "convert": "give a model fewer KV heads, or latents",
+    "uptrain": "train a model, converted or not, on a text",
     "plan": "show what a cache costs and how many sequences fit",
     "check": "print a resolved configuration and what follows from it",
 }

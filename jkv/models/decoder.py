@@ -112,6 +112,11 @@ def _mlp(config: ModelConfig, layer: int, **options: Any) -> GatedMLP | MoE:
     return MoE(config.embed_dim, mixture.mlp_dim, mixture.routing, shared_dim=mixture.shared_dim, **options)
 
 
+@nnx.remat
+def _recomputed(layer: Block, x: Float[Array, "seq time embed"], rotation: Rotation) -> Any:
+    return layer(x, rotation=rotation)[0]
+
+
 class Decoder(nnx.Module):
     """A decoder-only language model.
 
@@ -121,6 +126,8 @@ class Decoder(nnx.Module):
         dtype: dtype of activations.
         param_dtype: dtype of stored parameters.
         sharding: places activations and runs attention over a mesh; None is one device.
+        is_rematerialized: without a cache, a gradient computes each layer's activations again and keeps its
+            input alone.
         rngs: draws the parameters.
     """
 
@@ -132,6 +139,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         sharding: Sharding | None = None,
+        is_rematerialized: bool = False,
         rngs: nnx.Rngs,
     ):
         options: dict[str, Any] = {
@@ -152,6 +160,7 @@ class Decoder(nnx.Module):
         if not config.is_tied:
             self.lm_head = Linear(config.embed_dim, config.vocab_size, axes=("embed", "vocab"), **options)
         self.config = config
+        self.is_rematerialized = is_rematerialized
 
     def __call__(
         self,
@@ -176,7 +185,10 @@ class Decoder(nnx.Module):
         places = cache_places(self.config)
         for layer, window, where in zip(self.layers, self.config.windows, places, strict=True):
             rotation = rotations[layer_rope(self.config, window)]
-            x, cache = layer(x, cache, where=where, batch=batch, rotation=rotation)
+            if cache is None and self.is_rematerialized:
+                x = _recomputed(layer, x, rotation)
+            else:
+                x, cache = layer(x, cache, where=where, batch=batch, rotation=rotation)
         last_only = False
         if batch is not None and batch.outputs == "last":
             last_only = True

@@ -95,6 +95,7 @@ def abstract_decoder(
     param_dtype: DTypeLike = jnp.float32,
     implementation: ops.Implementation = "auto",
     sharding: Sharding | None = None,
+    is_rematerialized: bool = False,
 ) -> Decoder:
     """Return a decoder whose parameters are shapes alone."""
 
@@ -105,6 +106,7 @@ def abstract_decoder(
             param_dtype=param_dtype,
             implementation=implementation,
             sharding=sharding,
+            is_rematerialized=is_rematerialized,
             rngs=nnx.Rngs(0),
         )
 
