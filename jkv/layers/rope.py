@@ -116,6 +116,8 @@ _HF_KEYS: dict[str, dict[str, str]] = {
         "beta_slow": "beta_slow",
         "truncate": "truncate",
         "attention_factor": "attention_factor",
+        # DeepSeek-R1-0528-Qwen3-8B has it; transformers passes it over.
+        "attn_factor": "",
         "mscale": "mscale",
         "mscale_all_dim": "mscale_all_dim",
         "partial_rotary_factor": "",

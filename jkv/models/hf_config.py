@@ -188,6 +188,7 @@ _ROPE_KINDS = {
     "beta_slow": POSITIVE,
     "truncate": SWITCH,
     "attention_factor": POSITIVE,
+    "attn_factor": POSITIVE,
     "mscale": AT_LEAST_ZERO,
     "mscale_all_dim": AT_LEAST_ZERO,
     "partial_rotary_factor": NUMBER,

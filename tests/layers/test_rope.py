@@ -105,6 +105,11 @@ def test_a_declared_attention_factor_wins():
     assert attention_scaling(make_deepseek_yarn(attention_factor=1.25)) == 1.25
 
 
+def test_a_factor_of_a_name_that_transformers_passes_over_changes_nothing():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    assert make_rope({**yarn, "attn_factor": 0.8782488562869419}) == make_rope(yarn)
+
+
 def test_rotation_turns_pair_i_with_i_plus_half_as_a_complex_number():
     config = RopeConfig(dim=8)
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 8))
