@@ -1,6 +1,6 @@
 """`jkv check`: a resolved configuration and what follows from it.
 
-Knows sizes and names; reads headers of weights and touches no device.
+Knows sizes and names; reads headers of weights, and asks JAX for the platform alone.
 """
 
 import contextlib

@@ -116,7 +116,7 @@ class EngineSection(Section):
     """Limits of one running engine.
 
     Attributes:
-        max_sequences: rows of the batch.
+        max_sequences: rows of the batch that prompts are decoded in; a score and a benchmark have their own.
         prefill_buckets: widths of a prompt's steps, rising; each is compiled once.
         attention: the implementation; auto chooses by platform.
         seed: start of every random choice.
