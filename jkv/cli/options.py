@@ -26,8 +26,8 @@ from jkv.models.weights.locate import ModelLocation
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 
-# What a model without a configuration gets: pages of 64 tokens suit one long sequence.
-_DEFAULTS = ("smollm2-cpu", ("--cache.page-size=64",))
+# What a model without a configuration gets.
+_DEFAULT = "default"
 _KEYS = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -114,13 +114,12 @@ def resolve(
     """
     if options.model is None and options.config is None:
         raise ValueError("a model must be named; give --model or --config")
-    config, defaults = _DEFAULTS if options.config is None else (options.config, ())
     flags = [
         f"--{key}={value}"
         for name, key in {**_KEYS, **keys}.items()
         if (value := getattr(options, name)) is not None
     ]
-    return load_config(config, [*defaults, *flags, *overrides])
+    return load_config(options.config or _DEFAULT, [*flags, *overrides])
 
 
 def parse[T](arguments: type[T], argv: Sequence[str], verb: str) -> tuple[T, list[str]]:

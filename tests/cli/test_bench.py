@@ -36,7 +36,7 @@ def test_a_window_bounds_the_bytes_of_a_step(run_json, tiny):
     [
         (
             ("--batch", "4", "--context", "60", "--cache", "paged", "--num-pages", "6"),
-            "the 4 sequences need 8 pages at once, got a pool of 6",
+            "the 4 sequences need 20 pages at once, got a pool of 6",
         ),
         (("--context", "510"), "the model reads at most 512 tokens, got 526 with the steps"),
         (("--batch", "1000000000", "--context", "16"), "the cache must fit in the memory of"),

@@ -166,7 +166,7 @@ def test_a_prompts_file_without_text_is_refused(refusal, talking_tiny, tmp_path,
         (("--stop", "x"), "stop strings need a model with a tokenizer"),
         (("--logit-bias", "320=1"), "a token id in logit_bias must be from 0 to 319, got 320"),
         (("--capacity", "2"), "a prompt of 1 tokens and 128 new ones need a capacity of 128 tokens, got 2"),
-        (("--cache", "paged", "--num-pages", "1"), "need 2 pages of 64 tokens, got a pool of 1"),
+        (("--cache", "paged", "--num-pages", "1"), "need 8 pages of 16 tokens, got a pool of 1"),
     ],
 )
 def test_a_request_is_checked_before_weights_are_read(refusal, copy_of_tiny, flags, message):
