@@ -1,10 +1,14 @@
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from jkv.cli import main
+from jkv.cli import generate, main
 from jkv.cli.generate import Arguments, read_prompts
+from jkv.models.load import LanguageModel
 from jkv.models.tokenizer import Tokenizer
+from jkv.models.weights.model import open_model
 
 GREEDY = ("generate", "--ignore-eos", "--max-new-tokens", 16)
 
@@ -126,6 +130,43 @@ def test_text_of_several_prompts_is_not_interleaved(run_jkv, talking_tiny, tmp_p
     assert len(first.removeprefix("[0]: one\n")) >= 16
     assert len(second) >= 16
     assert len(third.removesuffix("\n\n")) >= 16
+
+
+@pytest.fixture
+def count_up(monkeypatch, talking_tiny):
+    """Flags of a command whose model follows each token with the next id, so that `bcd` follows `a`."""
+
+    def step(weights, tokens, cache, batch):
+        last = jnp.take_along_axis(tokens, batch.last[:, None], axis=1)[:, 0]
+        return 2 * jax.nn.one_hot((last + 1) % 320, 320), cache
+
+    stored = open_model(talking_tiny)
+    model = LanguageModel(stored.config, step, (), stored.location)
+    monkeypatch.setattr(generate, "load_configured", lambda config: model)
+    return ("generate", "--model", talking_tiny, "--ignore-eos", "--max-new-tokens", 5)
+
+
+def test_a_text_goes_on_up_to_a_stop_string(run_jkv, count_up):
+    assert run_jkv(*count_up, "--prompt", "a") == "bcdef\n"
+    assert run_jkv(*count_up, "--prompt", "a", "--stop", "de", "x") == "bc\n"
+
+
+def test_a_chat_message_is_answered_after_the_template_s_end(run_json, count_up):
+    (shown,) = run_json(*count_up, "--chat", "a", "--json")
+    assert shown["prompt"] == "a"
+    assert shown["num_prompt_tokens"] == len("user: a") + 1
+    # What follows `<|end|>`, the last id, is the first.
+    assert shown["tokens"] == [0, 1, 2, 3, 4]
+    assert shown["text"] == '!"#$%'
+
+
+def test_sampling_is_as_the_options_say(run_jkv, count_up):
+    def sample(*flags):
+        return run_jkv(*count_up, "--prompt", "a", "--temperature", 1, *flags)
+
+    assert sample("--seed", 1) == sample("--seed", 1) != sample("--seed", 2)
+    for flags in (("--top-k", 1), ("--top-p", 0.001), ("--min-p", 1)):
+        assert sample(*flags) == "bcdef\n"
 
 
 def test_a_chat_message_goes_through_the_template(talking_tiny):
