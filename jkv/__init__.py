@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jkv.decode.params import SamplingParams
     from jkv.decode.text import TextStream
     from jkv.layers.attention import GQAttention
+    from jkv.layers.latent import LatentAttention, LatentDims
+    from jkv.layers.rope import RopeConfig
     from jkv.models.decoder import Decoder
     from jkv.models.load import load_model, load_tokenizer
     from jkv.models.step import split_model
@@ -28,6 +30,9 @@ __all__ = [
     "Decoder",
     "Decoding",
     "GQAttention",
+    "LatentAttention",
+    "LatentDims",
+    "RopeConfig",
     "SamplingParams",
     "Sharding",
     "Stream",
@@ -48,6 +53,8 @@ _HOMES = {
     "jkv.decode.params": ("SamplingParams",),
     "jkv.decode.text": ("TextStream",),
     "jkv.layers.attention": ("GQAttention",),
+    "jkv.layers.latent": ("LatentAttention", "LatentDims"),
+    "jkv.layers.rope": ("RopeConfig",),
     "jkv.models.decoder": ("Decoder",),
     "jkv.models.load": ("load_model", "load_tokenizer"),
     "jkv.models.step": ("split_model",),

@@ -1,4 +1,4 @@
-"""README.md's Python runs as it stands, and its `jkv check` says what is shown."""
+"""README.md's and docs/layers.md's Python runs as it stands, and what `jkv check` says is what is shown."""
 
 import re
 import shlex
@@ -9,22 +9,23 @@ import pytest
 
 from jkv.cli import main
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
 
 
-def blocks(language: str) -> list[str]:
-    text = README.read_text(encoding="utf-8")
+def blocks(language: str, page: str = "README.md") -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [block for name, block in found if name == language]
 
 
-def test_the_python_of_the_readme_runs():
-    assert blocks("python"), "README.md shows no Python"
-    namespace: dict = {"__name__": "readme"}
+@pytest.mark.parametrize("page", ["README.md", "docs/layers.md"])
+def test_the_python_of_a_page_runs(page):
+    assert blocks("python", page), f"{page} shows no Python"
+    namespace: dict = {"__name__": "page"}
     # A reader's JAX has its defaults, and optax relies on them.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for block in blocks("python"):
-            exec(compile(block, str(README), "exec"), namespace)
+        for block in blocks("python", page):
+            exec(compile(block, page, "exec"), namespace)
 
 
 @pytest.mark.model
