@@ -38,7 +38,9 @@ def make_arguments(shape: Shape, codec: str) -> tuple[PagedArguments, int]:
     query = random.standard_normal(
         (len(shape.totals), shape.time, shape.num_heads, shape.head_dim), np.float32
     )
-    keys, values = (make_pages(CODECS[codec], shape, num_pages) for _ in range(2))
+    of_pool = {"num_pages": num_pages, "num_kv_heads": shape.num_kv_heads}
+    sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
+    keys, values = (make_pages(CODECS[codec], of_pool, sizes) for _ in range(2))
     lens = jnp.full(len(shape.totals), shape.time, jnp.int32)
     starts = jnp.asarray(shape.totals, jnp.int32) - lens
     return PagedArguments(jnp.asarray(query, jnp.bfloat16), keys, values, table, starts, lens, 0), num_pages

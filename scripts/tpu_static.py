@@ -20,9 +20,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
 
 from jkv.targets import shapes_on, target
+from kernels_pallas.latent_attention import pallas_tpu as latent_kernel
+from kernels_pallas.latent_attention.shapes import MODELS as LATENT_MODELS
 from kernels_pallas.paged_attention import pallas_tpu
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
-from tests.kernels_pallas.models import model_arguments
+from tests.kernels_pallas.models import latent_arguments, model_arguments
 
 # Bytes a second of HBM, from jax's own table of TPUs, and cycles a second: v5e's follow from its 197 TFLOP/s
 # on four units of 128 x 128; v6e's are not published, and a lower clock than the true one is the stricter.
@@ -98,27 +100,48 @@ def compiled_bundles(call: Callable[..., Any], arguments: Any, machine: str, nam
     return found[0].read_text()
 
 
-def own_share(shape: Shape, codec: str, machine: str, folder: Path) -> tuple[int, float]:
-    """Return the tokens of a tile of this kernel, and its cycles for each cycle of its copies."""
+def own_share(model: str, codec: str, machine: str, folder: Path) -> tuple[int, float]:
+    """Return the tokens of a tile of this library's kernel, and its cycles for each cycle of its copies."""
+    if model in LATENT_MODELS:
+        shape = LATENT_MODELS[model]
+        arguments, num_pages = latent_arguments(shape, codec)
+        attend = functools.partial(latent_kernel.latent_attention, num_pages=num_pages, scale=0.1)
+        block = latent_kernel.block_tokens(arguments, window=None)
+        return block, _own_share(
+            attend, (arguments,), arguments[2:4], (block, shape.page_size), machine, folder
+        )
+    shape = MODELS[model]
     arguments, num_pages = model_arguments(shape, codec)
-    window = shape.window
     sinks = jax.ShapeDtypeStruct((shape.num_heads,), jnp.float32) if shape.has_sinks else None
-    block = pallas_tpu.block_tokens(arguments, window=window)
 
     def call(arguments: Any, sinks: Any) -> Any:
-        options = {"scale": 0.1, "window": window, "soft_cap": shape.soft_cap, "sinks": sinks}
+        options = {"scale": 0.1, "window": shape.window, "soft_cap": shape.soft_cap, "sinks": sinks}
         return pallas_tpu.paged_attention(arguments, num_pages=num_pages, **options)
 
-    listing = compiled_bundles(call, (arguments, sinks), machine, "jkv_paged_attention", folder)
-    pools = jax.tree.leaves((arguments.keys, arguments.values))
-    page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools if pool.ndim == 4)
-    pages = block // shape.page_size
-    return block, _share(tile_cycles(bundles_of(listing), pages), pages * page_bytes, machine)
+    block = pallas_tpu.block_tokens(arguments, window=shape.window)
+    of_tile = (block, shape.page_size)
+    return block, _own_share(call, (arguments, sinks), arguments[1:3], of_tile, machine, folder)
 
 
-def jax_share(shape: Shape, machine: str, folder: Path) -> float | None:
+def _own_share(
+    call: Callable[..., Any],
+    arguments: Any,
+    pools: Any,
+    of_tile: tuple[int, int],
+    machine: str,
+    folder: Path,
+) -> float:
+    listing = compiled_bundles(call, arguments, machine, "jkv_", folder)
+    arrays = [array for array in jax.tree.leaves(pools) if array.ndim == 4]
+    page_bytes = sum(array.size // array.shape[0] * array.dtype.itemsize for array in arrays)
+    block, page_size = of_tile
+    pages = block // page_size
+    return _share(tile_cycles(bundles_of(listing), pages), pages * page_bytes, machine)
+
+
+def jax_share(shape: Shape | None, machine: str, folder: Path) -> float | None:
     """Return the share of jax's `paged_attention`; None where it does not take the shape."""
-    if shape.time > 1 or shape.window or shape.has_sinks or shape.head_dim % 128:
+    if shape is None or shape.time > 1 or shape.window or shape.has_sinks or shape.head_dim % 128:
         return None
     num_seqs, width = len(shape.totals), -(-max(shape.totals) // shape.page_size)
     pool = (shape.num_kv_heads, num_seqs * width, shape.page_size, shape.head_dim)
@@ -143,7 +166,8 @@ def main() -> None:
     )
     parser.add_argument("--machines", default="v6e")
     parser.add_argument("--codecs", default="bf16,int8")
-    parser.add_argument("--models", default=",".join(name for name in MODELS if MODELS[name].time == 1))
+    decodes = [name for name, shape in (MODELS | LATENT_MODELS).items() if shape.time == 1]
+    parser.add_argument("--models", default=",".join(decodes))
     options = parser.parse_args()
     codecs = options.codecs.split(",")
     print("| model | machine | tokens | " + " | ".join(codecs) + " | jax paged_attention, bf16 |")
@@ -153,8 +177,8 @@ def main() -> None:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         for model in options.models.split(","):
             for machine in options.machines.split(","):
-                own = [own_share(MODELS[model], codec, machine, folder) for codec in codecs]
-                peer = jax_share(MODELS[model], machine, folder)
+                own = [own_share(model, codec, machine, folder) for codec in codecs]
+                peer = jax_share(MODELS.get(model), machine, folder)
                 tokens = " / ".join(str(block) for block, _ in own)
                 cells = [f"{share:.2f}" for _, share in own] + ["-" if peer is None else f"{peer:.2f}"]
                 print(f"| {model} | {machine} | {tokens} | " + " | ".join(cells) + " |", flush=True)

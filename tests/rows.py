@@ -1,4 +1,4 @@
-"""Pools laid out in rows of lanes, slot after slot, beside the shapes that say where a slot is."""
+"""Pools laid out in rows of lanes, in columns of slots, beside the shapes that say where a slot is."""
 
 import math
 
@@ -13,8 +13,16 @@ def in_rows(pool: np.ndarray, num_lanes: int, fill: float = np.nan) -> np.ndarra
     while num_lanes % width and width % num_lanes:
         width += 1
     num_rows = math.ceil(num_slots * width / num_lanes)
-    flat = np.full((*outer, num_rows * num_lanes), fill, pool.dtype)
-    slots = flat[..., : num_slots * width].reshape(*outer, num_slots, width)
-    slots[..., :num_entries] = pool.reshape(*outer, num_slots, num_entries)
-    flat[..., : num_slots * width] = slots.reshape(*outer, -1)
-    return flat.reshape(*outer, num_rows, num_lanes)
+    if pool.ndim > 3 and width < num_lanes:
+        num_rows = math.ceil(num_slots / (num_lanes // width))
+    matrices = np.full((*outer, num_rows, num_lanes), fill, pool.dtype)
+    for slot in range(num_slots):
+        for entry in range(num_entries):
+            if pool.ndim == 3:
+                row, lane = divmod(slot, num_lanes)
+            elif width < num_lanes:
+                row, lane = slot % num_rows, slot // num_rows * width + entry
+            else:
+                row, lane = entry // num_lanes * num_slots + slot, entry % num_lanes
+            matrices[..., row, lane] = pool.reshape(*outer, num_slots, num_entries)[..., slot, entry]
+    return matrices

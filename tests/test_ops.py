@@ -12,6 +12,7 @@ from jkv import ops
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.ops.checks import check_options
+from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Pages
 
 from .compare import assert_close
@@ -196,6 +197,20 @@ def test_auto_chooses_a_tpus_kernel_where_it_takes_the_call_and_says_so(
     with caplog.at_level("INFO", "jkv.ops"):
         assert ops.choose("auto", call) == chosen
     assert said in caplog.text
+
+
+def test_auto_attends_to_latents_by_a_tpus_kernel(monkeypatch, caplog):
+    """But in the expanded form."""
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="tpu")])
+    latents, ropes = (Pages(jnp.zeros((2, 1, 16, 128), jnp.bfloat16)) for _ in range(2))
+    query, rows = jnp.zeros((1, 1, 1, 128)), jnp.zeros(1, jnp.int32)
+    table = jnp.zeros((1, 2), jnp.int32)
+    call = LatentArguments(query, query, latents, ropes, table, rows, rows, 0)
+    assert ops.choose("auto", call) == "pallas_tpu"
+    weight = jnp.zeros((1, 128, 128))
+    with caplog.at_level("INFO", "jkv.ops"):
+        assert ops.choose("auto", call._replace(up=ops.UpProjections(weight, weight))) == "xla"
+    assert "auto -> xla: latents must be attended to as they are" in caplog.text
 
 
 @pytest.mark.parametrize(

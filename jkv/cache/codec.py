@@ -11,7 +11,7 @@ from typing import Literal
 Entry = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4"]
 Scaling = Literal["none", "token", "static", "channels", "slots"]
 # How the slots of a page lie. `plain`: in an axis of their own, before that of their entries. `gpu`: the same
-# arrays, with page sizes that a GPU's kernels take. `tpu`: one after another in rows of 128 lanes, each as
+# arrays, with page sizes that a GPU's kernels take. `tpu`: in columns, in rows of 128 lanes, each as
 # wide as its entries or padded, so that slots share a row evenly or take whole ones. Where the last axis is
 # not 128 lanes wide, a TPU tiles an array by other axes, and copies it for each loop (docs/in-place.md).
 PoolLayout = Literal["plain", "tpu", "gpu"]

@@ -14,7 +14,7 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.ops.causal import causal_attention
 from jkv.ops.checks import Where, check_heads, check_options, check_place
-from jkv.ops.choice import Implementation, choose, module_of
+from jkv.ops.choice import OF_LATENTS, Implementation, choose, module_of
 from jkv.ops.pools import recent_keys, stored_pages, turned, write, write_runs
 from jkv.ops.shards import Attended, run
 from jkv.sharding import Sharding
@@ -103,7 +103,7 @@ def attend(
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
         chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
-        out, log_sum = module_of(chosen).paged_attention(
+        out, log_sum = module_of(chosen, arguments).paged_attention(
             arguments,
             num_pages=pool.num_pages,
             scale=scale,
@@ -161,19 +161,18 @@ def attend_latent(
     Raises:
         ValueError: as `attend`.
     """
-    if implementation not in ("auto", "reference", "xla"):
-        raise ValueError(f"latents are attended to by 'reference' or 'xla', got {implementation!r}")
+    if implementation not in ("auto", *OF_LATENTS):
+        raise ValueError(f"latents are attended to by {', '.join(OF_LATENTS)}, got {implementation!r}")
     where, batch = check_place(cache, where, batch, window, sharding)
     group, _ = where
     spec = cache.spec.groups[group]
     if spec.kind != "latent":
         raise ValueError(f"cache group {group} holds keys and values: call `attend`")
     check_heads(spec, latent[:, :, None], rope[:, :, None])
-    tiling = tiling or Tiling()
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
         query, rope_query, latent, rope, up = heads
-        pieces = batch.pieces(tiling.query_tokens)
+        pieces = batch.pieces((tiling or Tiling()).query_tokens)
         pool = write(cache.spec, pool, latent[:, :, None], rope[:, :, None], batch, group, layer)
         arguments = LatentArguments(
             pieces.cut(query if up else turned(spec.codecs[0], query)),
@@ -188,8 +187,9 @@ def attend_latent(
         latent_attention.check(arguments, num_pages=pool.num_pages, window=window)
         chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
-        compute = getattr(latent_attention, chosen)
-        out, log_sum = compute(arguments, num_pages=pool.num_pages, scale=scale, window=window, **options)
+        out, log_sum = module_of(chosen, arguments).latent_attention(
+            arguments, num_pages=pool.num_pages, scale=scale, window=window, **options
+        )
         out = out if up else turned(spec.codecs[0], out, is_inverse=True)
         return pieces.join(out, 0.0), pieces.join(log_sum, -jnp.inf), pool
 

@@ -14,6 +14,8 @@ from kernels_pallas.paged_attention import PagedArguments, Tiling
 
 Chosen = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 Implementation = Literal["auto", Chosen]
+# What attends to latents.
+OF_LATENTS: tuple[Chosen, ...] = ("reference", "xla", "pallas_tpu")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -51,18 +53,19 @@ def choose(
         return kernel or "xla"
     if kernel is None:
         reason = f"{device.device_kind} has no kernel"
-    elif isinstance(arguments, LatentArguments):
-        reason = "latents have no kernel"
+    elif isinstance(arguments, LatentArguments) and kernel not in OF_LATENTS:
+        reason = f"{kernel} takes no latents"
     else:
-        reason = module_of(kernel).refusal(arguments, tiling)
+        reason = module_of(kernel, arguments).refusal(arguments, tiling)
     chosen = kernel if kernel is not None and reason is None else "xla"
     _LOGGER.info("attention: auto -> %s%s", chosen, "" if reason is None else f": {reason}")
     return chosen
 
 
-def module_of(name: Chosen) -> Any:
+def module_of(name: Chosen, arguments: PagedArguments | LatentArguments) -> Any:
     """Return an implementation's module; a kernel's takes a second to import, so only who runs it does."""
-    return importlib.import_module(f"kernels_pallas.paged_attention.{name}")
+    operation = "latent_attention" if isinstance(arguments, LatentArguments) else "paged_attention"
+    return importlib.import_module(f"kernels_pallas.{operation}.{name}")
 
 
 def _kernel_of(device: Any) -> Chosen | None:

@@ -18,7 +18,7 @@ from jkv.cache.spec import CacheSpec
 from jkv.ops.checks import Where, check_heads, find_group
 from kernels_pallas import page_write
 from kernels_pallas.paged_attention import Pages, PageSizes, Tiling
-from kernels_pallas.slots import as_matrices, padded, slots_of
+from kernels_pallas.slots import as_matrices, slots_of
 
 
 def append(
@@ -106,9 +106,10 @@ def write_runs(
     whole = whole_runs(recent, table, pieces, page_size=page_size, span=span)
 
     def write(array: Any, rows: Any) -> Any:
-        rows = padded(rows, array.shape[-1])
-        place = {"page_offset": layer * pool.num_pages, "page_size": page_size // span}
-        return page_write.xla(array, rows, whole.places, **place)
+        # Of entries the runs' slots, of scales and zero points one a run.
+        slots = span if rows.ndim == 5 else 1
+        place = {"page_offset": layer * pool.num_pages, "page_size": page_size // span * slots}
+        return page_write.xla(array, rows, whole.places * slots, **place)
 
     return pool.replace(
         keys=jax.tree.map(write, pool.keys, whole.stored),

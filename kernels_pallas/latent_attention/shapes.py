@@ -40,3 +40,10 @@ SHAPES: dict[str, Shape] = {
     "glm_lite_chunk": Shape(5, 64, 16, 24, 32, page_size=5, time=7),
     "window_decode": Shape(4, 32, 8, 16, 16, page_size=1, time=1, window=20),
 }
+
+# Calls of published models and of their shards as they are served: for compilers and benchmarks.
+MODELS: dict[str, Shape] = {
+    "deepseek_v3": Shape(128, 512, 64, 128, 128, page_size=128, time=1, totals=(8192,) * 64),
+    "deepseek_v3_of_8": Shape(16, 512, 64, 128, 128, page_size=128, time=1, totals=(8192,) * 64),
+    "deepseek_v3_chunk": Shape(128, 512, 64, 128, 128, page_size=128, time=16, totals=(8192,) * 4),
+}

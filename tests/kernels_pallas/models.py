@@ -1,9 +1,12 @@
-"""Calls of paged attention at a model's sizes, as shapes: what compilers are given."""
+"""Calls of attention at a model's sizes, as shapes: what compilers are given."""
 
 import jax
 import jax.numpy as jnp
 
 from jkv.cache.codec import CODECS, Codec
+from jkv.cache.spec import CacheGroup
+from kernels_pallas.latent_attention import LatentArguments
+from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes
 from kernels_pallas.paged_attention.shapes import Shape
 
@@ -16,7 +19,9 @@ def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple
 
     def make() -> PagedArguments:
         query = jnp.zeros((num_seqs, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16)
-        keys, values = (make_pages(codec, shape, num_layers * num_pages) for _ in range(2))
+        sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
+        of_pool = {"num_pages": num_layers * num_pages, "num_kv_heads": shape.num_kv_heads}
+        keys, values = (make_pages(codec, of_pool, sizes) for _ in range(2))
         rows = jnp.zeros(num_seqs, jnp.int32)
         return PagedArguments(
             query, keys, values, jnp.zeros((num_seqs, width), jnp.int32), rows, rows, rows[0]
@@ -25,16 +30,42 @@ def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple
     return jax.eval_shape(make), num_pages
 
 
-def make_pages(codec: Codec, shape: Shape, total_pages: int) -> Pages:
-    """Return pages of zeros in the pool layout of TPUs."""
-    sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
-    of_pool = {"num_pages": total_pages, "num_kv_heads": shape.num_kv_heads, "layout": "tpu"}
+def latent_arguments(shape: LatentShape, codec_name: str, num_layers: int = 2) -> tuple[LatentArguments, int]:
+    """Return the same of an absorbed call of latent attention."""
+    group = CacheGroup(num_layers, 1, shape.latent_dim, codec_name, kind="latent", rope_dim=shape.rope_dim)
+    num_seqs = len(shape.totals)
+    width = -(-max(shape.totals) // shape.page_size)
+    num_pages = num_seqs * width
+
+    def make() -> LatentArguments:
+        query, rope_query = (
+            jnp.zeros((num_seqs, shape.time, shape.num_heads, dim), jnp.bfloat16) for dim in group.dims
+        )
+        of_pool = {"num_pages": num_layers * num_pages, "num_kv_heads": 1}
+        latents, ropes = (
+            make_pages(codec, of_pool, {"page_size": shape.page_size, "head_dim": dim})
+            for codec, dim in zip(group.codecs, group.dims, strict=True)
+        )
+        rows, table = jnp.zeros(num_seqs, jnp.int32), jnp.zeros((num_seqs, width), jnp.int32)
+        return LatentArguments(query, rope_query, latents, ropes, table, rows, rows, rows[0])
+
+    return jax.eval_shape(make), num_pages
+
+
+def make_pages(codec: Codec, of_pool: dict[str, int], sizes: dict[str, int]) -> Pages:
+    """Return pages of zeros in the pool layout of TPUs.
+
+    Args:
+        codec: how they are stored.
+        of_pool: `num_pages` and `num_kv_heads`.
+        sizes: `page_size` and `head_dim`.
+    """
     arrays = {
         name: jnp.zeros(array.shape, array.dtype)
-        for name, array in codec.page_arrays(**of_pool, **sizes).items()
+        for name, array in codec.page_arrays(**of_pool, **sizes, layout="tpu").items()
     }
     if codec.scaling == "static":
-        arrays["scale"] = jnp.zeros(shape.num_kv_heads)
+        arrays["scale"] = jnp.zeros(of_pool["num_kv_heads"])
     scales = codec.page_shapes(**sizes).get("scale")
     entry = codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2", "int4") else "number"
     return Pages(**arrays, entry=entry, stated=PageSizes(**sizes, scales=scales and scales.shape))

@@ -56,7 +56,7 @@ def test_rows_are_rounded_to_the_pools_dtype():
     [((8,), 16), ((8,), 4), ((6,), 8), ((6,), 4), ((), 4)],
     ids=["two_a_row", "two_rows_each", "padded", "padded_rows", "numbers"],
 )
-def test_slots_of_a_page_lie_one_after_another_in_its_rows(entry: tuple[int, ...], num_lanes: int):
+def test_slots_of_a_page_lie_in_columns(entry: tuple[int, ...], num_lanes: int):
     places = np.array([[3, -1, 5], [19, 0, 1]], np.int32)
     rows = np.random.default_rng(0).standard_normal((*places.shape, NUM_HEADS, *entry), np.float32)
     plain = np.full((NUM_LAYERS * NUM_PAGES, NUM_HEADS, PAGE_SIZE, *entry), 7, np.float32)
@@ -69,3 +69,23 @@ def test_slots_of_a_page_lie_one_after_another_in_its_rows(entry: tuple[int, ...
     expected = in_rows(plain, num_lanes)
     is_held = ~np.isnan(expected)
     np.testing.assert_array_equal(got[is_held], expected[is_held])
+
+
+@pytest.mark.parametrize(
+    ("width", "num_lanes", "page_size"), [(8, 16, 8), (8, 16, 12), (8, 8, 8), (12, 8, 8)], ids=str
+)
+def test_a_run_of_slots_is_its_slots(width: int, num_lanes: int, page_size: int):
+    """In one column, from one into the next, and in slots of two rows."""
+    random, run = np.random.default_rng(0), 4
+    places = np.array([[page_size - run, -1], [2 * page_size, run]], np.int32)
+    rows = random.standard_normal((*places.shape, NUM_HEADS, run, width), np.float32)
+    plain = np.full((NUM_PAGES, NUM_HEADS, page_size, width), 7, np.float32)
+    pool = jnp.asarray(in_rows(plain, num_lanes))
+    got = page_write.xla(pool, jnp.asarray(rows), jnp.asarray(places), page_offset=0, page_size=page_size)
+    for index, place in np.ndenumerate(places):
+        if place >= 0:
+            page, slot = divmod(int(place), page_size)
+            plain[page, :, slot : slot + run] = rows[index]
+    expected = in_rows(plain, num_lanes)
+    is_held = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.asarray(got)[is_held], expected[is_held])

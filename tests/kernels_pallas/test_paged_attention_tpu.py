@@ -1,26 +1,19 @@
 """The TPU kernel of paged attention, interpreted: against its definition, and with faults in its source."""
 
 import functools
-import importlib.util
-import inspect
-import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # its races are private
-from jax.experimental.pallas import tpu as pltpu
 
 from jkv import ops
 from jkv.cache.cache import Cache
 from jkv.cache.codec import CODECS
-from jkv.cache.encoding import encode, largest_entry
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
-from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_tpu
+from kernels_pallas.paged_attention import PagedArguments, Tiling, pallas_tpu
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
 
 from ..compare import assert_close, relative_errors
@@ -28,72 +21,34 @@ from ..loops import LARGE, SMALL, loop
 from ..loops import make_arguments as make_loop_arguments
 from ..machines import find_target
 from ..poison import poison
-from ..rows import in_rows
 from .models import model_arguments
 from .test_paged_attention import (
     assert_log_sums_close,
     make_arguments,
     make_options,
-    run,
     run_reference,
 )
+from .tpu_kernels import FAULTS, encoded_pages, has_races, interpreted, put_fault
 
 # Several tiles for the longest row, and several pieces of a chunk.
 TILING = Tiling(block_tokens=128, query_tokens=4)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_interpreter():
-    """Forget what a failed run has left behind."""
-    pltpu.reset_tpu_interpret_mode_state()
-
-
 def run_kernel(
-    shape: Shape, arguments: PagedArguments, num_pages: int, tiling: Tiling = TILING, module=pallas_tpu
+    shape: Shape, arguments: PagedArguments, num_pages: int, tiling: Tiling = TILING
 ) -> tuple[jax.Array, jax.Array]:
-    """Run in the interpreter, where what was never written is NaN; races are looked for."""
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-        results = run(module.paged_attention, arguments, num_pages, tiling=tiling, **make_options(shape))
-        return jax.block_until_ready(results)
-
-
-def has_races() -> bool:
-    """Return whether the latest run had races."""
-    assert interpreter.races is not None
-    return interpreter.races.races_found
+    """Run in the interpreter."""
+    # Traced anew: the kernel's source may have changed.
+    options = make_options(shape) | {"num_pages": num_pages, "tiling": tiling}
+    return interpreted(lambda: jax.jit(functools.partial(pallas_tpu.paged_attention, **options))(arguments))
 
 
 def encoded(shape: Shape, codec_name: str) -> tuple[PagedArguments, int]:
-    """Return the arguments of a bfloat16 model whose pools lie as on a TPU, NaN in whatever may hold it."""
-    codec = CODECS[codec_name]
+    """Return the arguments of a bfloat16 model whose pools lie as on a TPU."""
     arguments, num_pages = make_arguments(shape)
-    scale = None
-    if codec.scaling == "static":
-        scale = jnp.linspace(0.01, 0.04, shape.num_kv_heads) * (127 / largest_entry(codec))
-
-    def laid_out(array: jax.Array | None) -> jax.Array | None:
-        if array is None:
-            return None
-        # Of the poison, entries of a live slot's padding are left out: they are written with its entries.
-        rows = np.asarray(array.astype(jnp.float32)).swapaxes(1, 2)
-        fill = np.nan if rows.ndim == 3 else 0
-        return jnp.asarray(in_rows(rows, 128, fill)).astype(array.dtype)
-
-    def pages(raw: Pages) -> Pages:
-        stored = encode(codec, raw.data.swapaxes(1, 2), scale)
-        entry = codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2") else "number"
-        shapes = codec.page_shapes(page_size=shape.page_size, head_dim=shape.head_dim)
-        sizes = PageSizes(
-            shape.page_size, shape.head_dim, shapes["scale"].shape if "scale" in shapes else None
-        )
-        data, token_scale = laid_out(stored.data), laid_out(stored.scale)
-        assert data is not None
-        return Pages(data, scale if token_scale is None else token_scale, entry=entry, stated=sizes)
-
+    keys, values = (encoded_pages(CODECS[codec_name], pages) for pages in arguments[1:3])
     query = arguments.query.astype(jnp.bfloat16)
-    return arguments._replace(
-        query=query, keys=pages(arguments.keys), values=pages(arguments.values)
-    ), num_pages
+    return arguments._replace(query=query, keys=keys, values=values), num_pages
 
 
 DECODE = Shape(8, 2, 128, page_size=128, time=1, totals=(0, 1, 37, 300))
@@ -169,33 +124,6 @@ def test_pages_written_over_are_not_seen(shape: Shape, width: int):
     assert_log_sums_close(log_sum, expected_log_sum)
 
 
-FAULTS = {
-    "a copy that is not waited for": ("copy.wait()", "pass"),
-    "a copy into a tile that is in use": ("range(sizes.num_buffers - 1)", "range(sizes.num_buffers)"),
-    "a copy into another tile": (
-        "tiles.data.at[buffer, :, place]",
-        "tiles.data.at[next_buffer(buffer), :, place]",
-    ),
-    "a mask that is off by one": ("is_seen = past <= row", "is_seen = past < row"),
-    "a last page that is left out": ("+ lens_ref[piece] + page_size - 1", "+ lens_ref[piece]"),
-    "a scale that is wrong by 2 %": ("logits * options.scale", "logits * (1.02 * options.scale)"),
-    "a sum that is not rescaled": ("sum_ref[heads] * keep", "sum_ref[heads]"),
-}
-
-
-def with_fault(fault: str, monkeypatch):
-    """Return the kernel's module with a fault in its source."""
-    found, replacement = FAULTS[fault]
-    source = inspect.getsource(pallas_tpu)
-    assert source.count(found) == 1, f"{found!r} is to be in the source once"
-    spec = importlib.util.spec_from_loader("faulty_pallas_tpu", loader=None)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    exec(source.replace(found, replacement), module.__dict__)
-    return module
-
-
 @pytest.mark.parametrize(
     "fault",
     [fault if "wait" in fault else pytest.param(fault, marks=pytest.mark.gate) for fault in FAULTS],
@@ -203,7 +131,8 @@ def with_fault(fault: str, monkeypatch):
 def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     shape = Shape(2, 1, 128, page_size=16, time=5, totals=(290, 21))
     arguments, num_pages = make_arguments(shape)
-    out, _ = run_kernel(shape, arguments, num_pages, module=with_fault(fault, monkeypatch))
+    put_fault(fault, pallas_tpu, monkeypatch)
+    out, _ = run_kernel(shape, arguments, num_pages)
     expected, _ = run_reference(shape, arguments, num_pages)
     whole, row = relative_errors(out, expected)
     assert has_races() or not (whole < 1e-3 and row < 1e-3)
@@ -307,8 +236,7 @@ def test_steps_through_the_door_are_those_of_the_definition():
             outs.append(out)
         return outs
 
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
-        found = jax.block_until_ready(run_steps("pallas_tpu"))
+    found = interpreted(lambda: run_steps("pallas_tpu"))
     assert not has_races()
     expected, exact = run_steps("reference"), run_steps("reference", jnp.float32)
     for out, rounded, right in zip(found, expected, exact, strict=True):

@@ -1,0 +1,88 @@
+"""Latent attention on TPUs, absorbed: the walk of `kernels_pallas.tpu` over latents and their rotated parts.
+
+All query heads are rows of one KV head. A tile of latents comes in once, as keys and as values.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.latent_attention.contract import LatentArguments
+from kernels_pallas.paged_attention import Tiling
+from kernels_pallas.tpu import sizes
+from kernels_pallas.tpu.parts import part_of, refused_pages
+from kernels_pallas.tpu.sizes import Shape
+from kernels_pallas.tpu.walk import Options, walk
+
+
+def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | None:
+    """Return why the kernel does not take a call, in one sentence; None where it does.
+
+    Args:
+        arguments: the call.
+        tiling: None is that of `tiling_for` without a window, which makes no tile larger.
+    """
+    if arguments.up is not None:
+        return "latents must be attended to as they are, got up-projections of every head"
+    if arguments.stripe is not None:
+        return "the TPU kernel walks tables of all pages, got one of a stripe; use 'xla'"
+    for name, pages in (("latents", arguments.latents), ("rotated parts", arguments.ropes)):
+        if (why := refused_pages(name, pages)) is not None:
+            return why
+    return sizes.refusal(_shape_of(arguments), tiling or tiling_for(arguments, window=None))
+
+
+def tiling_for(arguments: LatentArguments, *, window: int | None) -> Tiling:
+    """Return the tiling that a call gets where none is given."""
+    arrays = [arguments.latents.data, arguments.ropes.data]
+    page_bytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
+    return sizes.tiling_for(_shape_of(arguments), page_bytes // arguments.latents.page_size, window=window)
+
+
+def block_tokens(arguments: LatentArguments, *, window: int | None, tiling: Tiling | None = None) -> int:
+    """Return the tokens of a tile."""
+    return sizes.block_tokens(_shape_of(arguments), tiling or tiling_for(arguments, window=window))
+
+
+def latent_attention(
+    arguments: LatentArguments,
+    *,
+    num_pages: int,
+    scale: float,
+    window: int | None = None,
+    tiling: Tiling | None = None,
+) -> tuple[Float[Array, "seq time q_head latent"], Float[Array, "seq time q_head"]]:
+    """Compute what `reference.latent_attention` defines; logits, softmax and sums are float32.
+
+    Raises:
+        ValueError: the kernel does not take the call; see `refusal`.
+    """
+    if (why := refusal(arguments, tiling)) is not None:
+        raise ValueError(f"latent attention on TPUs cannot run: {why}")
+    tiling = tiling or tiling_for(arguments, window=window)
+    return walk(
+        (arguments.query, arguments.rope_query),
+        (arguments.latents, arguments.ropes),
+        arguments[4:8],
+        None,
+        sizes.sizes_of(_shape_of(arguments), num_pages, tiling),
+        Options("latent_attention", scale, window),
+    )
+
+
+def _shape_of(arguments: LatentArguments) -> Shape:
+    _, time, num_heads, _ = arguments.query.shape
+    num_seqs, max_pages = arguments.page_table.shape
+    return Shape(
+        num_seqs=num_seqs,
+        max_pages=max_pages,
+        num_kv_heads=1,
+        group=num_heads,
+        time=time,
+        page_size=arguments.latents.page_size,
+        parts=(part_of(arguments.latents), part_of(arguments.ropes)),
+        num_keys=2,
+        value=0,
+        query_dtype=jnp.dtype(arguments.query.dtype),
+    )

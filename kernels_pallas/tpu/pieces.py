@@ -1,0 +1,71 @@
+"""What a walk takes beside pools: pieces of the step's rows, and their queries in the order of its rows."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.tpu.parts import Part
+from kernels_pallas.tpu.sizes import Sizes
+
+# Larger than any place, and small enough that a window is added without overflow.
+HIDDEN = 2**30
+
+
+def pieces_of(
+    starts: Int[Array, " seq"], lens: Int[Array, " seq"], sizes: Sizes, window: int | None
+) -> tuple[
+    Int[Array, " one_more"], Int[Array, " one_more"], Int[Array, " one_more"], Int[Array, " one_more"]
+]:
+    """Return starts, lengths and first positions seen of all pieces, and of each the next that sees any.
+
+    A piece without tokens starts at 0, so that it has no pages; the next may be the piece itself.
+    """
+    past = jnp.arange(sizes.pieces_per_seq, dtype=jnp.int32)[None] * sizes.query_tokens
+    piece_lens = jnp.clip(lens[:, None] - past, 0, sizes.query_tokens).reshape(-1)
+    piece_starts = jnp.where(piece_lens > 0, (starts[:, None] + past).reshape(-1), 0)
+    # What is further back than the table is wide has been written over.
+    kept = jnp.maximum(starts + lens - sizes.shape.max_pages * sizes.shape.page_size, 0)
+    firsts = jnp.repeat(kept, sizes.pieces_per_seq)
+    if window is not None:
+        firsts = jnp.maximum(firsts, piece_starts - window + 1)
+    firsts = jnp.where(firsts < piece_starts + piece_lens, firsts, HIDDEN)
+    padding = (0, sizes.num_pieces + 1 - piece_lens.shape[0])
+    piece_starts, piece_lens = jnp.pad(piece_starts, padding), jnp.pad(piece_lens, padding)
+    firsts = jnp.pad(firsts, padding, constant_values=HIDDEN)
+    index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
+    following = jax.lax.cummin(jnp.where(firsts < HIDDEN, index, sizes.num_pieces), reverse=True)
+    return piece_starts, piece_lens, firsts, following
+
+
+def to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Array:
+    """Return queries as `[piece, kv_head, share * row, lane]`, padded with zeros.
+
+    Where slots share rows of lanes, a query is there once for each place in a row, with zeros at the others.
+    """
+    num_seqs, time, _, head_dim = query.shape
+    time_padding = sizes.pieces_per_seq * sizes.query_tokens - time
+    query = jnp.pad(query, ((0, 0), (0, time_padding), (0, 0), (0, 0)))
+    shape, columns = sizes.shape, part.columns
+    split = query.reshape(-1, sizes.query_tokens, shape.num_kv_heads, shape.group, head_dim).swapaxes(1, 2)
+    rows = split.reshape(*split.shape[:2], -1, head_dim)
+    piece_padding = sizes.num_pieces - num_seqs * sizes.pieces_per_seq
+    rows = jnp.pad(rows, ((0, piece_padding), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
+    begins = [place * columns.width for place in range(columns.share)]
+    lanes = [(begin, part.lanes - begin - head_dim) for begin in begins]
+    return jnp.concatenate([jnp.pad(rows, ((0, 0), (0, 0), (0, 0), pair)) for pair in lanes], axis=2)
+
+
+def sink_rows(sinks: Float[Array, " q_head"], sizes: Sizes) -> Float[Array, "kv_head row 1"]:
+    """Return the sink of each row of queries."""
+    per_head = sinks.astype(jnp.float32).reshape(-1, 1, sizes.shape.group)
+    rows = jnp.tile(per_head, (1, sizes.query_tokens, 1)).reshape(sizes.shape.num_kv_heads, -1, 1)
+    return jnp.pad(rows, ((0, 0), (0, sizes.rows - rows.shape[1]), (0, 0)))
+
+
+def from_rows(x: Array, sizes: Sizes) -> Array:
+    """Turn `[piece, kv_head, row, ...]` back into `[seq, time, q_head, ...]`."""
+    shape = sizes.shape
+    real = x[: shape.num_seqs * sizes.pieces_per_seq, :, : sizes.query_tokens * shape.group]
+    split = real.reshape(*real.shape[:2], sizes.query_tokens, shape.group, *x.shape[3:]).swapaxes(1, 2)
+    whole = split.reshape(shape.num_seqs, -1, shape.num_kv_heads * shape.group, *x.shape[3:])
+    return whole[:, : shape.time]

@@ -1,0 +1,163 @@
+"""The queue of tiles: the copies that bring them from the pools in HBM, for all pieces in their order.
+
+While one tile is attended to, the next `num_buffers - 1` are on their way, the first tiles of the next pieces
+among them, so that short sequences do not wait for one another. Of a tile only the pages that a query sees
+are fetched, in one copy of all heads for each pool. Knows no query and no number that is stored.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.tpu.parts import LANES, Stored
+from kernels_pallas.tpu.sizes import Sizes
+
+# The cursor: the piece and tile that are fetched next and their buffer, and the buffer that is next in use.
+CURSOR = 4
+_PIECE, _TILE, _FILL, _DRAIN = range(CURSOR)
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    """The queue, inside a kernel.
+
+    Attributes:
+        sizes: of the call.
+        table: int32 `[seq * max_pages]` in SMEM, as the next five.
+        starts: int32 `[piece + 1]`.
+        lens: the same.
+        firsts: the same.
+        following: the same.
+        offset: int32 `[1]`.
+        pools: in HBM.
+        tiles: entries `[buffer, kv_head, page, row, 128]` and scales `[buffer, page, kv_head * row, 128]` of
+            each pool, in VMEM.
+        cursor: int32 `[4]` in SMEM, as the next two.
+        copies: int32 `[buffer]`, pages on their way.
+        holes: int32 `[buffer]`, pages that are none.
+        semaphores: `[pool, buffer]`.
+    """
+
+    sizes: Sizes
+    table: Any
+    starts: Any
+    lens: Any
+    firsts: Any
+    following: Any
+    offset: Any
+    pools: tuple[Stored, ...]
+    tiles: tuple[Stored, ...]
+    cursor: Any
+    copies: Any
+    holes: Any
+    semaphores: Any
+
+    def first_page(self, piece: Any) -> Any:
+        """Return the first page that a piece sees."""
+        return jax.lax.div(self.firsts[piece], self.sizes.shape.page_size)
+
+    def end_page(self, piece: Any) -> Any:
+        """Return the page past the last that a piece sees."""
+        page_size = self.sizes.shape.page_size
+        return jax.lax.div(self.starts[piece] + self.lens[piece] + page_size - 1, page_size)
+
+    def pages_of(self, piece: Any, tile: Any) -> tuple[Any, Any]:
+        """Return the pages of a tile that a piece sees."""
+        begin = tile * self.sizes.block_pages
+        end = begin + self.sizes.block_pages
+        return jnp.maximum(self.first_page(piece), begin), jnp.minimum(self.end_page(piece), end)
+
+    def tiles_of(self, piece: Any) -> tuple[Any, Any]:
+        """Return the tiles that a piece sees."""
+        block_pages = self.sizes.block_pages
+        return jax.lax.div(self.first_page(piece), block_pages), pl.cdiv(self.end_page(piece), block_pages)
+
+    def page_id(self, piece: Any, page: Any) -> Any:
+        """Return a page's place in its layer; no page's where it is outside [0, num_pages)."""
+        max_pages = self.sizes.shape.max_pages
+        row = jax.lax.div(piece, self.sizes.pieces_per_seq) * max_pages
+        return self.table[row + jax.lax.rem(page, max_pages)]
+
+    def is_page(self, index: Any) -> Any:
+        """Return whether a place in a layer is a page's."""
+        return (index >= 0) & (index < self.sizes.num_pages)
+
+    def begin(self) -> None:
+        """Start the copies of the first tiles, all that there is room for but one."""
+        first = self.following[0]
+        self.cursor[_PIECE] = first
+        self.cursor[_TILE] = self.tiles_of(first)[0]
+        self.cursor[_FILL] = 0
+        self.cursor[_DRAIN] = 0
+        for _ in range(self.sizes.num_buffers - 1):
+            self.fetch()
+
+    def fetch(self) -> None:
+        """Start the copies of the tile at the cursor, if there is one, and move the cursor on."""
+        piece, tile, buffer = (self.cursor[i] for i in (_PIECE, _TILE, _FILL))
+
+        @pl.when(piece < self.sizes.num_pieces)
+        def _():
+            begin, end = self.pages_of(piece, tile)
+
+            def fetch_page(page, num_copies):
+                index, place = self.page_id(piece, page), page - tile * self.sizes.block_pages
+                is_page = self.is_page(index)
+
+                @pl.when(is_page)
+                def _():
+                    for copy in self._copies(index + self.offset[0], buffer, place):
+                        copy.start()
+
+                pl.when(~is_page)(lambda: self._clear_values(buffer, place))
+                return num_copies + is_page.astype(jnp.int32)
+
+            num_copies = jax.lax.fori_loop(begin, end, fetch_page, jnp.int32(0))
+            self.copies[buffer] = num_copies
+            self.holes[buffer] = end - begin - num_copies
+            is_last = tile + 1 >= self.tiles_of(piece)[1]
+            following = self.following[piece + 1]
+            self.cursor[_PIECE] = jnp.where(is_last, following, piece)
+            self.cursor[_TILE] = jnp.where(is_last, self.tiles_of(following)[0], tile + 1)
+            self.cursor[_FILL] = self._next(buffer)
+
+    def take(self) -> Any:
+        """Wait for every page of the next tile, and return its buffer."""
+        buffer = self.cursor[_DRAIN]
+
+        def wait_page(_, carry):
+            for copy in self._copies(0, buffer, 0):
+                copy.wait()
+            return carry
+
+        jax.lax.fori_loop(0, self.copies[buffer], wait_page, 0)
+        return buffer
+
+    def leave(self, buffer: Any) -> None:
+        """Give a tile's buffer back."""
+        self.cursor[_DRAIN] = self._next(buffer)
+
+    def _copies(self, index: Any, buffer: Any, place: Any) -> list[Any]:
+        """Return the copies of a page of the pools to a place in a tile."""
+        pairs = []
+        for part, (pool, tiles) in enumerate(zip(self.pools, self.tiles, strict=True)):
+            pairs.append((part, pool.data, tiles.data.at[buffer, :, place]))
+            if tiles.scale is not None:
+                pairs.append((part, pool.scale, tiles.scale.at[buffer, place]))
+        return [
+            pltpu.make_async_copy(pool_ref.at[index], tile_ref, self.semaphores.at[part, buffer])
+            for part, pool_ref, tile_ref in pairs
+        ]
+
+    def _clear_values(self, buffer: Any, place: Any) -> None:
+        """Put zeros in the place of values that there are none of: 0 * NaN is NaN."""
+        data = self.tiles[self.sizes.shape.value].data
+        rows = self.sizes.shape.values.rows
+        data[buffer, :, place] = jnp.zeros((self.sizes.shape.num_kv_heads, rows, LANES), data.dtype)
+
+    def _next(self, buffer: Any) -> Any:
+        return jnp.where(buffer + 1 == self.sizes.num_buffers, 0, buffer + 1)

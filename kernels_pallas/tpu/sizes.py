@@ -1,0 +1,211 @@
+"""The sizes of a call of the walk, the tiling that it gets, and the memory that it takes."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from kernels_pallas.paged_attention.contract import Tiling
+from kernels_pallas.tpu.parts import LANES, SUBLANES, Part
+
+# Bytes of a tile's entries: a v6e reads them in 0.6 us, about what a copy takes to begin.
+_TILE_BYTES = 2**20
+# Rows of logits computed at once, of several heads where a head has fewer, and bytes of queries that a step
+# of the grid brings in.
+MAX_ROWS, _STEP_BYTES = 512, 2**19
+# Rows of 128 lanes of all heads' queries at most: with their sums and sinks they take 14 to 22 MiB.
+_MAX_HEAD_ROWS = 2**12
+# Tokens of a tile at most, and logits of a head in it.
+_MAX_BLOCK, _MAX_LOGITS = 2048, 2**18
+# Half of the SMEM of every generation, 1 MiB; half of a v7x core's VMEM.
+SMEM_BYTES, VMEM_BYTES = 2**19, 2**25
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of a call that its arrays have.
+
+    Attributes:
+        num_seqs: rows of the page table.
+        max_pages: its width.
+        num_kv_heads: heads of the pools.
+        group: query heads of a KV head.
+        time: new tokens of a row.
+        page_size: slots of a page.
+        parts: the pools.
+        num_keys: of them, from the first on: a slot's logits are the sum over these.
+        value: the pool that holds values, which may be one of keys.
+        query_dtype: of queries and output.
+    """
+
+    num_seqs: int
+    max_pages: int
+    num_kv_heads: int
+    group: int
+    time: int
+    page_size: int
+    parts: tuple[Part, ...]
+    num_keys: int
+    value: int
+    query_dtype: Any
+
+    @property
+    def keys(self) -> tuple[Part, ...]:
+        """The pools that logits are made of."""
+        return self.parts[: self.num_keys]
+
+    @property
+    def values(self) -> Part:
+        """The pool that sums are made of."""
+        return self.parts[self.value]
+
+    @property
+    def share(self) -> int:
+        """Columns of slots that a page's logits go by: the most of any pool."""
+        return max(part.columns.share for part in self.parts)
+
+    @property
+    def column(self) -> int:
+        """Slots of such a column."""
+        return self.page_size // self.share
+
+    @property
+    def num_parts(self) -> int:
+        """The most rows of 128 lanes that a slot's entries or their sum take."""
+        return max(sum(part.columns.num_parts for part in self.keys), self.values.columns.num_parts)
+
+    @property
+    def operand_dtype(self) -> Any:
+        """What is multiplied: float32 pools and queries to what is decoded are not rounded to bfloat16."""
+        is_wide = any(part.dtype == jnp.float32 for part in self.parts)
+        is_decoded = not all(part.is_raw for part in self.parts)
+        return jnp.float32 if is_wide or (is_decoded and self.query_dtype == jnp.float32) else jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How the work of a call is cut.
+
+    Attributes:
+        shape: what is cut.
+        num_pages: pages of a layer.
+        query_tokens: new tokens of a piece.
+        pieces_per_seq: pieces of a row of the step.
+        pieces_per_step: pieces of a step of the grid.
+        num_pieces: of all, rounded up to whole steps.
+        rows: queries of a piece and KV head, `token * group + head`, rounded up to whole sublanes.
+        block_pages: pages of a tile.
+        num_buffers: tiles in VMEM.
+    """
+
+    shape: Shape
+    num_pages: int
+    query_tokens: int
+    pieces_per_seq: int
+    pieces_per_step: int
+    num_pieces: int
+    rows: int
+    block_pages: int
+    num_buffers: int
+
+    @property
+    def block(self) -> int:
+        """Tokens of a tile."""
+        return self.block_pages * self.shape.page_size
+
+
+def sizes_of(shape: Shape, num_pages: int, tiling: Tiling) -> Sizes:
+    """Return how a tiling cuts a call's work."""
+    query_tokens = min(shape.time, tiling.query_tokens)
+    pieces_per_seq = -(-shape.time // query_tokens)
+    rows = round_up(query_tokens * shape.group, SUBLANES)
+    step = max(1, _STEP_BYTES // (shape.num_kv_heads * rows * shape.num_parts * LANES * 4))
+    pieces_per_step = min(shape.num_seqs * pieces_per_seq, step)
+    return Sizes(
+        shape=shape,
+        num_pages=num_pages,
+        query_tokens=query_tokens,
+        pieces_per_seq=pieces_per_seq,
+        pieces_per_step=pieces_per_step,
+        num_pieces=round_up(shape.num_seqs * pieces_per_seq, pieces_per_step),
+        rows=rows,
+        block_pages=block_tokens(shape, tiling) // shape.page_size,
+        num_buffers=tiling.num_buffers,
+    )
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the least multiple that is not below `count`."""
+    return -(-count // multiple) * multiple
+
+
+def block_tokens(shape: Shape, tiling: Tiling) -> int:
+    """Return the tokens of a tile: the tiling's, rounded up to whole pages and whole rows of logits."""
+    return round_up(tiling.block_tokens, math.lcm(shape.page_size, LANES * shape.share))
+
+
+def tiling_for(shape: Shape, token_bytes: int, *, window: int | None) -> Tiling:
+    """Return the tiling that a call gets where none is given.
+
+    A tile is as long as it takes to read `_TILE_BYTES`, but no longer than a sequence or a window may be.
+    """
+    longest = shape.max_pages * shape.page_size
+    if window is not None:
+        longest = min(longest, window + shape.page_size)
+    most_rows = min(MAX_ROWS, _MAX_HEAD_ROWS // (shape.num_kv_heads * shape.num_parts))
+    query_tokens = max(1, most_rows // shape.group)
+    rows = min(shape.time, query_tokens) * shape.group
+    most = min(_MAX_BLOCK, _MAX_LOGITS // rows)
+    block = min(most, max(LANES, _TILE_BYTES // token_bytes), longest)
+    return Tiling(block, query_tokens, num_buffers=3)
+
+
+def refusal(shape: Shape, tiling: Tiling) -> str | None:
+    """Return why a call does not fit a TPU's memories, in one sentence; None where it does."""
+    table_bytes = 4 * shape.num_seqs * shape.max_pages
+    if table_bytes > SMEM_BYTES:
+        return (
+            f"the page table must take at most {SMEM_BYTES:,} bytes, got {table_bytes:,} for "
+            f"{shape.num_seqs} sequences of {shape.max_pages} pages; use larger pages"
+        )
+    is_scaled = any(part.scaling == "token" for part in shape.parts)
+    if is_scaled and shape.column % LANES and LANES % shape.column:
+        return (
+            f"a page's slots in {shape.share} columns must divide {LANES} or be a multiple of it, got "
+            f"{shape.column}; use a page_size that is a power of two"
+        )
+    sizes = sizes_of(shape, 1, tiling)
+    vmem_bytes = _vmem_bytes(sizes)
+    if vmem_bytes > VMEM_BYTES:
+        return (
+            f"tiles and sums must take at most {VMEM_BYTES:,} bytes, got {vmem_bytes:,} for "
+            f"{shape.num_kv_heads} KV heads, pages of {shape.page_size} slots and pieces "
+            f"of {sizes.query_tokens} tokens; use smaller pages or tiles"
+        )
+    return None
+
+
+def _vmem_bytes(sizes: Sizes) -> int:
+    """Return the bytes of tiles, sums and two steps' blocks, as if there were sinks."""
+    shape, value_lanes = sizes.shape, sizes.shape.values.lanes
+    # A row's query at each place and its output, of two steps; its sink, twice, padded; its three sums.
+    query_lanes = sum(part.columns.share * part.lanes for part in shape.keys)
+    query_bytes = query_lanes * jnp.dtype(shape.operand_dtype).itemsize
+    step_bytes = query_bytes + value_lanes * jnp.dtype(shape.query_dtype).itemsize
+    row_bytes = 2 * sizes.pieces_per_step * step_bytes + ((2 + 2) * LANES + value_lanes) * 4
+    tiles = [array for part in shape.parts for array in tile_shapes(sizes, part) if array is not None]
+    tile_bytes = sum(math.prod(dims) * jnp.dtype(dtype).itemsize for dims, dtype in tiles)
+    return shape.num_kv_heads * sizes.rows * row_bytes + tile_bytes
+
+
+def tile_shapes(
+    sizes: Sizes, part: Part
+) -> tuple[tuple[tuple[int, ...], Any], tuple[tuple[int, ...], Any] | None]:
+    """Return the shape and dtype of what holds a pool's tiles, and of the scales of their tokens."""
+    num_heads, page_size = sizes.shape.num_kv_heads, sizes.shape.page_size
+    data = (sizes.num_buffers, num_heads, sizes.block_pages, part.rows, LANES), part.dtype
+    if part.scaling != "token":
+        return data, None
+    scale_rows = num_heads * max(1, page_size // LANES)
+    return data, ((sizes.num_buffers, sizes.block_pages, scale_rows, LANES), jnp.float32)

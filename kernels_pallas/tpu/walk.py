@@ -1,0 +1,434 @@
+"""A walk over the pages that each sequence holds, in tiles, with an online softmax in float32.
+
+Each piece, a few new tokens of one sequence, attends to its tiles all KV heads at once. Logits are the sum
+over the pools that keys are made of, and go along the lanes: of a tile's slots first those in the first
+column of their pages, then those in the next, so that rows of pools are multiplied as they lie. Tiles come in
+by a queue.
+
+Grid: steps of `pieces_per_step` pieces, in order. VMEM: a step's queries and outputs, `num_buffers` tiles,
+and the sums of one piece. SMEM: page table, starts, lengths, the queue's cursor. Limits: `sizes.refusal`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from kernels_pallas.paged_attention.contract import Pages
+from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
+from kernels_pallas.tpu.pieces import HIDDEN, from_rows, pieces_of, sink_rows, to_rows
+from kernels_pallas.tpu.queue import CURSOR, Queue
+from kernels_pallas.tpu.sizes import MAX_ROWS, VMEM_BYTES, Sizes, tile_shapes
+
+# Below every logit of finite keys; finite, so that differences of two are numbers.
+_LOWEST = -(2.0**127)
+_FP8: dict[str, Any] = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is computed; see `paged_attention.reference`.
+
+    Attributes:
+        name: of the operation, by which profiles know it.
+    """
+
+    name: str
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+def walk(
+    queries: tuple[Float[Array, "seq time q_head _"], ...],
+    pools: tuple[Pages, ...],
+    rows: tuple[Array, Array, Array, Any],
+    sinks: Float[Array, " q_head"] | None,
+    sizes: Sizes,
+    options: Options,
+) -> tuple[Float[Array, "seq time q_head value_dim"], Float[Array, "seq time q_head"]]:
+    """Attend to all pieces.
+
+    Args:
+        queries: one for each pool that keys are made of.
+        pools: as `sizes.shape.parts`.
+        rows: page table, starts, lens and page offset, as `PagedArguments`.
+        sinks: see `paged_attention.reference`.
+        sizes: of the call.
+        options: of the call.
+    """
+    table, starts, lens, offset = rows
+    shape = sizes.shape
+    operands = [
+        to_rows(query.astype(shape.operand_dtype), sizes, part)
+        for query, part in zip(queries, shape.keys, strict=True)
+    ]
+    out, log_sum = _call(sizes, options, has_sinks=sinks is not None)(
+        table.reshape(-1),
+        *pieces_of(starts, lens, sizes, options.window),
+        jnp.asarray(offset, jnp.int32)[None],
+        tuple(operands),
+        None if sinks is None else sink_rows(sinks, sizes),
+        tuple(stored_of(pages) for pages in pools),
+    )
+    log_sum = log_sum.reshape(*log_sum.shape[:2], -1)[:, :, : sizes.rows]
+    value_dim = pools[shape.value].head_dim
+    return from_rows(out[..., :value_dim], sizes), from_rows(log_sum, sizes)
+
+
+def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
+    """Return the call of the kernel on scalars, queries, sinks and pools."""
+    shape = sizes.shape
+    of_pieces = (sizes.pieces_per_step, shape.num_kv_heads)
+    sum_rows = -(-sizes.rows // LANES)
+
+    def of_step(rows: int, lanes: int = LANES) -> pl.BlockSpec:
+        return pl.BlockSpec((*of_pieces, rows, lanes), lambda step, *_: (step, 0, 0, 0))
+
+    def of_call(*dims: int) -> pl.BlockSpec:
+        return pl.BlockSpec(dims, lambda step, *_: (0,) * len(dims))
+
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    of_scales = {"token": in_hbm, "head": of_call(shape.num_kv_heads, 1, LANES), None: None}
+    queries = tuple(of_step(part.columns.share * sizes.rows, part.lanes) for part in shape.keys)
+    sink_spec = of_call(shape.num_kv_heads, sizes.rows, 1) if has_sinks else None
+    sums = pltpu.VMEM((shape.num_kv_heads, sizes.rows, LANES), jnp.float32)
+    value_lanes = shape.values.lanes
+    return pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes, options=options),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(sizes.num_pieces // sizes.pieces_per_step,),
+            in_specs=[queries, sink_spec, tuple(Stored(in_hbm, of_scales[p.scaling]) for p in shape.parts)],
+            out_specs=[of_step(sizes.rows, value_lanes), of_step(sum_rows)],
+            scratch_shapes=[
+                tuple(_tiles(sizes, part) for part in shape.parts),
+                pltpu.VMEM((1, sizes.block), jnp.int32),
+                sums,
+                sums,
+                pltpu.VMEM((shape.num_kv_heads, sizes.rows, value_lanes), jnp.float32),
+                pltpu.SMEM((CURSOR,), jnp.int32),
+                pltpu.SMEM((sizes.num_buffers,), jnp.int32),
+                pltpu.SMEM((sizes.num_buffers,), jnp.int32),
+                pltpu.SemaphoreType.DMA((len(shape.parts), sizes.num_buffers)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(
+                (sizes.num_pieces, *of_pieces[1:], sizes.rows, value_lanes), shape.query_dtype
+            ),
+            jax.ShapeDtypeStruct((sizes.num_pieces, *of_pieces[1:], sum_rows, LANES), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
+        ),
+        name=f"jkv_{options.name}",
+    )
+
+
+def _tiles(sizes: Sizes, part: Part) -> Stored:
+    """Return the scratch that holds tiles, and the scales of their tokens."""
+    return Stored(*(None if array is None else pltpu.VMEM(*array) for array in tile_shapes(sizes, part)))
+
+
+def _kernel(
+    table_ref,  # int32 [seq * max_pages]                      SMEM, prefetched
+    starts_ref,  # int32 [piece + 1]                           SMEM, prefetched
+    lens_ref,  # int32 [piece + 1]                             SMEM, prefetched
+    firsts_ref,  # int32 [piece + 1]                           SMEM, prefetched
+    following_ref,  # int32 [piece + 1]                        SMEM, prefetched
+    offset_ref,  # int32 [1]                                   SMEM, prefetched
+    query_refs,  # of each pool of keys: [step_piece, kv_head, share * row, lane]      VMEM
+    sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
+    pools: tuple[Any, ...],  # of each: entries and scales of tokens   HBM; scales of heads VMEM
+    out_ref,  # [step_piece, kv_head, row, lane]               VMEM
+    log_sum_ref,  # float32 [step_piece, kv_head, n, 128]      VMEM
+    tiles: tuple[Any, ...],  # of each pool: see `Queue`      VMEM
+    hidden_ref,  # int32 [1, token]: of pages that are none    VMEM
+    peak_ref,  # float32 [kv_head, row, 128], equal lanes      VMEM
+    total_ref,  # float32 [kv_head, row, 128], to be added     VMEM
+    sum_ref,  # float32 [kv_head, row, lane]                   VMEM
+    cursor_ref,  # int32 [4]                                   SMEM
+    copies_ref,  # int32 [buffer]: pages on their way          SMEM
+    holes_ref,  # int32 [buffer]: pages that are none          SMEM
+    semaphores_ref,  # DMA [pool, buffer]
+    *,
+    sizes: Sizes,
+    options: Options,
+):
+    shape, block, block_pages = sizes.shape, sizes.block, sizes.block_pages
+    page_size, share, column = shape.page_size, shape.share, shape.column
+    queue = Queue(
+        sizes,
+        table_ref,
+        starts_ref,
+        lens_ref,
+        firsts_ref,
+        following_ref,
+        offset_ref,
+        pools,
+        tiles,
+        cursor_ref,
+        copies_ref,
+        holes_ref,
+        semaphores_ref,
+    )
+
+    def clear(index, buffer, begin, end):
+        """Zero a tile's entries outside slots [begin, end): 0 * NaN is NaN."""
+        part, data = shape.parts[index], tiles[index].data
+        num_rows = part.columns.num_rows
+        slot = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0)
+        lane = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
+        slot += jax.lax.div(lane, part.columns.width) * num_rows
+        # Of a dtype whose masks are as wide as the places.
+        wide = jnp.float32 if part.entry == "number" else jnp.int32
+
+        def clear_page(page, carry):
+            first = page * page_size
+
+            @pl.when((first < begin) | (first + page_size > end))
+            def _():
+                is_kept = (slot + first >= begin) & (slot + first < end)
+                for head in range(shape.num_kv_heads):
+                    for row in range(0, part.rows, num_rows):
+                        entries = data[buffer, head, page, pl.ds(row, num_rows)]
+                        kept = jnp.where(is_kept, entries.astype(wide), jnp.zeros((), wide))
+                        data[buffer, head, page, pl.ds(row, num_rows)] = kept.astype(entries.dtype)
+
+            return carry
+
+        jax.lax.fori_loop(0, block_pages, clear_page, 0)
+
+    def clear_edges(piece, tile, buffer):
+        """Zero what a dead slot would spoil: all of a weighted sum, or the slot that shares its row."""
+        begin = queue.first_page(piece) * page_size - tile * block
+        end = starts_ref[piece] + lens_ref[piece] - tile * block
+        for index, part in enumerate(shape.parts):
+            # Integers are never NaN, and scales of dead slots are dropped.
+            if part.dtype != jnp.int8 and (index == shape.value or part.columns.share > 1):
+                pl.when((begin > 0) | (end < block))(functools.partial(clear, index, buffer, begin, end))
+
+    def slots():
+        """Return the slots of a tile in the order of the logits' lanes: by their column in a page."""
+        place = jax.lax.broadcasted_iota(jnp.int32, (1, block // share), 1)
+        if share > 1:
+            place += jax.lax.div(place, column) * (page_size - column)
+        return jnp.concatenate([place + i * column for i in range(share)], axis=1)
+
+    def hide(piece, tile):
+        """Mark the tokens of a tile whose pages are none."""
+        begin, end = queue.pages_of(piece, tile)
+
+        def hide_page(page, hidden):
+            slot = slots() - (page - tile * block_pages) * page_size
+            is_hole = ~queue.is_page(queue.page_id(piece, page))
+            is_hidden = (slot >= 0) & (slot < page_size) & is_hole
+            return jnp.where(is_hidden, HIDDEN, hidden)
+
+        hidden_ref[...] = jax.lax.fori_loop(begin, end, hide_page, jnp.zeros((1, block), jnp.int32))
+
+    def show_all():
+        hidden_ref[...] = jnp.zeros((1, block), jnp.int32)
+
+    def numbers(index, buffer, heads):
+        """Return entries of a tile as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
+        part, entries = shape.parts[index], tiles[index].data[buffer, heads]
+        if part.entry in _FP8:
+            entries = pltpu.bitcast(entries, _FP8[part.entry])
+        entries = entries.astype(shape.operand_dtype)
+        num_rows = part.columns.num_rows
+
+        def rows_of(first):
+            """Return what lies in rows [first, first + column) of every page."""
+            return entries[:, :, first : first + column].reshape(entries.shape[0], -1, LANES)
+
+        return jnp.concatenate(
+            [
+                jnp.concatenate([rows_of(first + i) for i in range(0, num_rows, column)], axis=1)
+                for first in range(0, part.rows, num_rows)
+            ],
+            axis=2,
+        )
+
+    def scales(index, buffer):
+        """Return the scales of all heads in the order of the logits' lanes, `[kv_head, 1, token]` or None."""
+        scaling, num_chunks = shape.parts[index].scaling, block // LANES
+        if scaling is None:
+            return None
+        if scaling == "head":
+            return jnp.concatenate([pools[index].scale[...]] * num_chunks, axis=-1)
+        chunks = [scale_lanes(tiles[index].scale, buffer, chunk) for chunk in range(num_chunks)]
+        return jnp.concatenate(chunks, axis=-1)[:, None]
+
+    def scale_lanes(scale_ref, buffer, chunk):
+        """Return the scales of the slots of 128 logits, `[kv_head, 128]`."""
+        lane = jax.lax.broadcasted_iota(jnp.int32, (shape.num_kv_heads, LANES), 1)
+        num_rows, joined = max(1, page_size // LANES), jnp.zeros((), jnp.float32)
+        for begin in range(0, LANES, column):
+            place, rest = divmod(chunk * LANES + begin, block // share)
+            page, slot = rest // column, place * column + rest % column
+            row, first = divmod(slot, LANES)
+            rows = pl.ds(row, shape.num_kv_heads, stride=num_rows) if num_rows > 1 else slice(None)
+            taken = scale_ref[buffer, page, rows]
+            if begin != first:
+                taken = pltpu.roll(taken, (begin - first) % LANES, 1)
+            joined = taken if begin == 0 else jnp.where(lane < begin, joined, taken)
+        return joined
+
+    def attend(index, piece, tile, buffer):
+        """Take a tile into the sums of a piece."""
+        position = tile * block + slots()
+        is_hidden = (hidden_ref[...] > 0) | (position < firsts_ref[piece])
+        # Row `token * group + head` sees places up to its token's, compared in rows: nothing is divided.
+        past = jnp.where(is_hidden, HIDDEN, (position - starts_ref[piece]) * shape.group)
+        row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, block), 0)
+        is_seen = past <= row
+        if options.window is not None:
+            is_seen &= past + options.window * shape.group > row
+        part_scales = [scales(part, buffer) for part in range(len(shape.parts))]
+        value_scale = part_scales[shape.value]
+        if value_scale is not None:
+            is_live = past < lens_ref[piece] * shape.group
+            if options.window is not None:
+                is_live &= past + options.window * shape.group > 0
+            value_scale = jnp.where(is_live, value_scale, 0.0)
+        batch = max(
+            heads
+            for heads in range(1, shape.num_kv_heads + 1)
+            if shape.num_kv_heads % heads == 0 and heads * sizes.rows <= max(MAX_ROWS, sizes.rows)
+        )
+
+        def logits_of(heads, own, keys):
+            """Return the logits of some heads, the sum over the pools of keys."""
+            parts = []
+            for part, entries in enumerate(keys):
+                shared = _products("hrd,hsd->hrs", query_refs[part][index, heads], entries)
+                logits = side_by_side(shared, shape.parts[part].columns.share)
+                scale = part_scales[part]
+                parts.append(logits if scale is None else logits * scale[own])
+            return functools.reduce(jnp.add, parts) * options.scale
+
+        def take_heads(first):
+            heads, own = pl.ds(first, batch), slice(first, first + batch)
+            keys = [numbers(part, buffer, heads) for part in range(shape.num_keys)]
+            values = (
+                keys[shape.value] if shape.value < shape.num_keys else numbers(shape.value, buffer, heads)
+            )
+            logits = logits_of(heads, own, keys)
+            if options.soft_cap is not None:
+                logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+            logits = jnp.where(is_seen[None], logits, -jnp.inf)
+            last_peak = peak_ref[heads]
+            peak = jnp.maximum(last_peak, jnp.max(logits, axis=-1, keepdims=True))
+            keep = jnp.exp(last_peak - peak)
+            weights = jnp.exp(logits - _repeated(peak, block))
+            added = sum(weights[:, :, lane : lane + LANES] for lane in range(0, block, LANES))
+            if value_scale is not None:
+                weights = weights * value_scale[own]
+            peak_ref[heads] = peak
+            total_ref[heads] = total_ref[heads] * keep + added
+            sum_ref[heads] = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1]) + weighted(weights, values)
+
+        for first in range(0, shape.num_kv_heads, batch):
+            take_heads(first)
+
+    def side_by_side(shared, num_columns):
+        """Put the rows of each column's queries beside one another."""
+        rows = [shared[:, i * sizes.rows : (i + 1) * sizes.rows] for i in range(num_columns)]
+        return jnp.concatenate(rows, axis=-1)
+
+    def weighted(weights, values):
+        """Return the sum of values by their weights, each column's in its lanes."""
+        columns = shape.values.columns
+        width = block // columns.share
+        weights = [weights[:, :, i * width : (i + 1) * width] for i in range(columns.share)]
+        weights = jnp.concatenate(weights, axis=1).astype(shape.operand_dtype)
+        parts = _products("hrs,hsd->hrd", weights, values)
+        update = parts[:, : sizes.rows]
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.rows, LANES), 2)
+        for i in range(1, columns.share):
+            part = parts[:, i * sizes.rows : (i + 1) * sizes.rows]
+            update = jnp.where(lane < i * columns.width, update, part)
+        return update
+
+    def begin_piece():
+        peak_ref[...] = jnp.full(peak_ref.shape, _LOWEST, jnp.float32)
+        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+
+    def end_piece(index, piece):
+        """Write what a piece attended to."""
+        row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
+        is_row = row < lens_ref[piece] * shape.group
+        columns = shape.values.columns
+        for head in range(shape.num_kv_heads):
+            peak = peak_ref[head][:, :1]
+            total = jnp.sum(total_ref[head], axis=-1, keepdims=True)
+            heads = sum_ref[head]
+            for i in range(1, columns.share):
+                heads += pltpu.roll(sum_ref[head], LANES - i * columns.width, 1)
+            if sink_ref is not None:
+                last_peak, sink = peak, sink_ref[head]
+                peak = jnp.maximum(last_peak, sink)
+                keep = jnp.exp(last_peak - peak)
+                total, heads = total * keep + jnp.exp(sink - peak), heads * keep
+            # Not `total > 0`: a NaN that a query sees is to be seen.
+            is_written = is_row & (total != 0)
+            total = jnp.where(is_written, total, 1.0)
+            out_ref[index, head] = jnp.where(is_written, heads / total, 0.0).astype(out_ref.dtype)
+            write_log_sum(index, head, jnp.where(is_written, peak + jnp.log(total), -jnp.inf))
+
+    def write_log_sum(index, head, log_sum):
+        """Lay a column of rows along the lanes."""
+        for begin in range(0, sizes.rows, LANES):
+            rows = log_sum[begin : begin + LANES]
+            dims = (rows.shape[0], LANES)
+            is_own = jax.lax.broadcasted_iota(jnp.int32, dims, 0) == jax.lax.broadcasted_iota(
+                jnp.int32, dims, 1
+            )
+            lanes = jnp.sum(jnp.where(is_own, rows, 0.0), axis=0, keepdims=True)
+            log_sum_ref[index, head, pl.ds(begin // LANES, 1)] = lanes
+
+    def walk_piece(index, carry):
+        """Attend from one piece."""
+        piece = pl.program_id(0) * sizes.pieces_per_step + index
+        begin_piece()
+
+        def take(tile, carry):
+            queue.fetch()
+            buffer = queue.take()
+            has_holes = holes_ref[buffer] > 0
+            clear_edges(piece, tile, buffer)
+            pl.when(has_holes)(lambda: hide(piece, tile))
+            attend(index, piece, tile, buffer)
+            pl.when(has_holes)(show_all)
+            queue.leave(buffer)
+            return carry
+
+        jax.lax.fori_loop(*queue.tiles_of(piece), take, 0)
+        end_piece(index, piece)
+        return carry
+
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        show_all()
+        queue.begin()
+
+    jax.lax.fori_loop(0, sizes.pieces_per_step, walk_piece, 0)
+
+
+def _repeated(lanes: Array, count: int) -> Array:
+    """Return 128 equal lanes as `count`."""
+    return jnp.concatenate([lanes] * (count // LANES), axis=-1)
+
+
+def _products(equation: str, left: Array, right: Array) -> Array:
+    """Multiply in float32; operands that are float32 are not rounded to bfloat16."""
+    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=jnp.float32)

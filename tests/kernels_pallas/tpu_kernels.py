@@ -1,0 +1,100 @@
+"""TPU kernels interpreted, with pools as they lie on a TPU, and with faults in their source."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # its races are private
+from jax.experimental.pallas import tpu as pltpu
+
+from jkv.cache.codec import Codec
+from jkv.cache.encoding import encode, largest_entry
+from kernels_pallas.paged_attention import Pages, PageSizes
+from kernels_pallas.tpu import queue, walk
+
+from ..rows import in_rows
+
+
+def interpreted(call: Callable[[], Any]) -> Any:
+    """Run in the interpreter, where what was never written is NaN; races are looked for."""
+    pltpu.reset_tpu_interpret_mode_state()
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        return jax.block_until_ready(call())
+
+
+def has_races() -> bool:
+    """Return whether the latest run had races."""
+    assert interpreter.races is not None
+    return interpreter.races.races_found
+
+
+def encoded_pages(codec: Codec, raw: Pages) -> Pages:
+    """Return float32 pages as they lie on a TPU, NaN in whatever may hold it."""
+    num_heads, page_size, head_dim = raw.data.shape[1:]
+    scale = None
+    if codec.scaling == "static":
+        scale = jnp.linspace(0.01, 0.04, num_heads) * (127 / largest_entry(codec))
+    stored = encode(codec, raw.data.swapaxes(1, 2), scale)
+    shapes = codec.page_shapes(page_size=page_size, head_dim=head_dim)
+    data, token_scale = _laid_out(stored.data), _laid_out(stored.scale)
+    assert data is not None
+    return Pages(
+        data,
+        scale if token_scale is None else token_scale,
+        entry=codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2") else "number",
+        stated=PageSizes(page_size, head_dim, shapes["scale"].shape if "scale" in shapes else None),
+    )
+
+
+def _laid_out(array: jax.Array | None) -> jax.Array | None:
+    if array is None:
+        return None
+    # Of the poison, entries of a live slot's padding are left out: they are written with its entries.
+    rows = np.asarray(array.astype(jnp.float32)).swapaxes(1, 2)
+    fill = np.nan if rows.ndim == 3 else 0
+    return jnp.asarray(in_rows(rows, 128, fill)).astype(array.dtype)
+
+
+FAULTS: dict[str, tuple[ModuleType, str, str]] = {
+    "a copy that is not waited for": (queue, "copy.wait()", "pass"),
+    "a copy into a tile that is in use": (
+        queue,
+        "range(self.sizes.num_buffers - 1)",
+        "range(self.sizes.num_buffers)",
+    ),
+    "a copy into another tile": (
+        queue,
+        "tiles.data.at[buffer, :, place]",
+        "tiles.data.at[self._next(buffer), :, place]",
+    ),
+    "a mask that is off by one": (walk, "is_seen = past <= row", "is_seen = past < row"),
+    "a last page that is left out": (queue, "+ self.lens[piece] + page_size - 1", "+ self.lens[piece]"),
+    "a scale that is wrong by 2 %": (walk, "parts) * options.scale", "parts) * (1.02 * options.scale)"),
+    "a sum that is not rescaled": (
+        walk,
+        "sum_ref[heads] * _repeated(keep, sum_ref.shape[-1])",
+        "sum_ref[heads]",
+    ),
+}
+
+
+def put_fault(fault: str, kernel: ModuleType, monkeypatch) -> None:
+    """Have a kernel's module walk with a fault in the source."""
+    where, found, replacement = FAULTS[fault]
+    source = inspect.getsource(where)
+    assert source.count(found) == 1, f"{found!r} is to be in the source once"
+    spec = importlib.util.spec_from_loader("faulty", loader=None)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    exec(source.replace(found, replacement), module.__dict__)
+    if where is queue:
+        monkeypatch.setattr(walk, "Queue", module.Queue)
+    else:
+        monkeypatch.setattr(kernel, "walk", module.walk)
