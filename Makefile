@@ -8,7 +8,8 @@ PIP := -m pip install --quiet --disable-pip-version-check --constraint constrain
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
 AOT := tpu_aot or gpu_aot
 
-# For programs that run for milliseconds, whose code XLA's CPU backend takes seconds to optimize.
+# For programs that run for milliseconds, whose code XLA's CPU backend takes seconds to optimize: most of the suite's
+# time. The gates compile as users do.
 QUICK := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
   --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
@@ -18,7 +19,7 @@ demo: .venv/.test
 	$(BIN)/jkv generate --model smollm2-135m --chat "$(PROMPT)"
 
 test: .venv/.test
-	$(PYTEST) -n $(WORKERS) -m "not (gate or histories or product or $(AOT))"
+	$(QUICK) $(PYTEST) -n $(WORKERS) -m "not (gate or histories or product or $(AOT))"
 
 # Nothing runs on an accelerator: JAX_PLATFORMS keeps JAX from looking for one.
 gates: .venv/.test .venv-aot/.test
