@@ -1,5 +1,6 @@
 """The TPU kernel of paged attention, interpreted: against its definition, and with faults in its source."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,6 +16,7 @@ from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
 from kernels_pallas.paged_attention import PagedArguments, Tiling, pallas_tpu
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
+from kernels_pallas.tpu import sizes
 
 from ..compare import assert_close, relative_errors
 from ..loops import LARGE, SMALL, loop
@@ -90,6 +92,18 @@ def test_the_kernel_costs_at_most_twice_the_definitions_own_error(shape: Shape, 
     exact, _ = run_reference(shape, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
     expected, expected_log_sum = run_reference(shape, arguments, num_pages)
     assert_close(out, exact, 2 * max(relative_errors(expected, exact)))
+    assert_log_sums_close(log_sum, expected_log_sum)
+
+
+def test_copies_for_the_next_step_of_the_grid_are_on_their_way_in_this_one(monkeypatch):
+    """Steps of three pieces, of eight, whose tiles lie in three buffers."""
+    monkeypatch.setattr(sizes, "_STEP_BYTES", 3 * CHUNK.num_heads * TILING.query_tokens * 128 * 4)
+    arguments, num_pages = make_arguments(CHUNK)
+    tiling = dataclasses.replace(TILING, num_buffers=3)
+    out, log_sum = run_kernel(CHUNK, arguments, num_pages, tiling)
+    assert not has_races()
+    expected, expected_log_sum = run_reference(CHUNK, arguments, num_pages)
+    assert_close(out, expected)
     assert_log_sums_close(log_sum, expected_log_sum)
 
 
