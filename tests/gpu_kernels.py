@@ -1,17 +1,43 @@
-"""Kernels compiled for a GPU that is not here, and what their assembler says of them."""
+"""Kernels interpreted, and compiled for a GPU that is not here; what their assembler says of them."""
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
 from jkv.targets import shapes_on
+from kernels_pallas.latent_attention import LatentArguments
+from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
+from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu
 from kernels_pallas.paged_attention.shapes import Shape
+
+
+def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a call of two kernels, in memory that is NaN until it is written; assert that nothing races."""
+    states = []
+
+    def observed(*positional, **named):
+        states.append(GPURaceDetectionState(*positional, **named))
+        return states[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Each kernel of a call has a state of its own, and the interpreter keeps the last one's alone.
+        patch.setattr(gpu_callbacks, "GPURaceDetectionState", observed)
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            out = jax.block_until_ready(call(*arguments))
+    races = [state.races_found for state in states]
+    assert races == [False, False], f"races in kernels: {races}"
+    return out
 
 
 class Report(NamedTuple):
@@ -66,6 +92,35 @@ def compile_paged(
             PagedArguments(query, *pages, *others), num_pages=num_pages, **options
         )
 
+    return _compile(call, arrays, mesh, folder)
+
+
+def compile_latent(
+    mesh: Mesh, shape: LatentShape, *, num_pages: int, folder: Path, **options: Any
+) -> dict[str, Report]:
+    """Compile an absorbed call of latent attention in bfloat16, as `compile_paged` does."""
+    rows, slots = len(shape.totals), (2 * num_pages, 1, shape.page_size)
+    dims = shape.latent_dim, shape.rope_dim
+    arrays = [
+        *[((rows, shape.time, shape.num_heads, dim), jnp.bfloat16) for dim in dims],
+        *[((*slots, dim), jnp.bfloat16) for dim in dims],
+        ((rows, 64), jnp.int32),
+        *[((rows,), jnp.int32)] * 2,
+        ((), jnp.int32),
+    ]
+
+    def call(query, rope_query, latents, ropes, *others):
+        pages = Pages(latents), Pages(ropes)
+        arguments = LatentArguments(query, rope_query, *pages, *others)
+        return latent_gpu.latent_attention(arguments, num_pages=num_pages, **options)
+
+    return _compile(call, arrays, mesh, folder)
+
+
+def _compile(
+    call: Callable[..., Any], arrays: list[tuple[Any, Any]], mesh: Mesh, folder: Path
+) -> dict[str, Report]:
+    """Compile a call on arrays of such shapes and dtypes, and return a report for each kernel."""
     dumps = {
         "MOSAIC_GPU_DUMP_TO": str(folder),
         "MOSAIC_GPU_DUMP_PTXAS": "1",

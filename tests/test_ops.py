@@ -179,6 +179,27 @@ def test_auto_chooses_a_gpus_kernel_where_it_takes_the_call_and_says_so(
 
 
 @pytest.mark.parametrize(
+    ("latent_dim", "chosen", "said"),
+    [
+        (512, "pallas_gpu", "auto -> pallas_gpu"),
+        (320, "xla", "auto -> xla: the GPU kernel takes latents of .*, got 320 and 64"),
+    ],
+)
+def test_auto_attends_to_latents_by_a_gpus_kernel_where_it_takes_the_call(
+    latent_dim: int, chosen: str, said: str, monkeypatch, caplog
+):
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    queries = (jnp.zeros((1, 1, 16, dim)) for dim in (latent_dim, 64))
+    pages = (Pages(jnp.zeros((2, 1, 64, dim), jnp.bfloat16)) for dim in (latent_dim, 64))
+    rows = jnp.zeros(1, jnp.int32)
+    call = LatentArguments(*queries, *pages, jnp.zeros((1, 2), jnp.int32), rows, rows, 0)
+    with caplog.at_level("INFO", "jkv.ops"):
+        assert ops.choose("auto", call) == chosen
+    assert re.search(said, caplog.text)
+
+
+@pytest.mark.parametrize(
     ("page_size", "chosen", "said"),
     [
         (16, "pallas_tpu", "auto -> pallas_tpu"),

@@ -14,7 +14,7 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.ops.causal import causal_attention
 from jkv.ops.checks import Where, check_heads, check_options, check_place
-from jkv.ops.choice import OF_LATENTS, Implementation, choose, module_of
+from jkv.ops.choice import Implementation, choose, module_of
 from jkv.ops.pools import recent_keys, stored_pages, turned, write, write_runs
 from jkv.ops.shards import Attended, run
 from jkv.sharding import Sharding
@@ -161,8 +161,7 @@ def attend_latent(
     Raises:
         ValueError: as `attend`.
     """
-    if implementation not in ("auto", *OF_LATENTS):
-        raise ValueError(f"latents are attended to by {', '.join(OF_LATENTS)}, got {implementation!r}")
+    choose(implementation)
     where, batch = check_place(cache, where, batch, window, sharding)
     group, _ = where
     spec = cache.spec.groups[group]

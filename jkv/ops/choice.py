@@ -14,8 +14,6 @@ from kernels_pallas.paged_attention import PagedArguments, Tiling
 
 Chosen = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 Implementation = Literal["auto", Chosen]
-# What attends to latents.
-OF_LATENTS: tuple[Chosen, ...] = ("reference", "xla", "pallas_tpu")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -53,8 +51,6 @@ def choose(
         return kernel or "xla"
     if kernel is None:
         reason = f"{device.device_kind} has no kernel"
-    elif isinstance(arguments, LatentArguments) and kernel not in OF_LATENTS:
-        reason = f"{kernel} takes no latents"
     else:
         reason = module_of(kernel, arguments).refusal(arguments, tiling)
     chosen = kernel if kernel is not None and reason is None else "xla"

@@ -28,6 +28,8 @@ class Tiling:
         split_tokens: keys and values that a GPU's kernel sums by themselves, at least; a table has at most
             128 such splits.
         num_programs: programs that share a GPU's work; an H200 has room for two on 132 multiprocessors each.
+        sums_in_place: whether a GPU's kernel of latents adds a product to the sums in its registers; where it
+            is interpreted, it cannot.
     """
 
     block_tokens: int = 128
@@ -35,6 +37,7 @@ class Tiling:
     num_buffers: int = 2
     split_tokens: int = 512
     num_programs: int = 264
+    sums_in_place: bool = True
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,17 @@ def make_dense(shape: Shape) -> tuple[np.ndarray, ...]:
     return *parts, *(up / shape.latent_dim**0.5 for up in (key_up, value_up))
 
 
-def make_arguments(shape: Shape, *, is_absorbed: bool) -> tuple[LatentArguments, int]:
-    """Scatter the rows over permuted pages of the middle layer; what nobody owns is NaN."""
+def make_arguments(
+    shape: Shape, *, is_absorbed: bool, dtype=jnp.float32, dead: float = np.nan
+) -> tuple[LatentArguments, int]:
+    """Scatter the rows over permuted pages of the middle layer; what nobody owns is `dead`."""
     query, rope_query, latents, ropes, key_up, value_up = make_dense(shape)
     pages_of = [-(-total // shape.page_size) for total in shape.totals]
     num_pages = sum(pages_of) + 2
     order = iter(np.random.default_rng(1).permutation(num_pages))
     table = np.resize([-1, num_pages, 0, 2**31 - 1], (len(pages_of), max(pages_of) + 3)).astype(np.int32)
     pools = [
-        np.full((NUM_LAYERS * num_pages, 1, shape.page_size, dense.shape[-1]), np.nan, np.float32)
+        np.full((NUM_LAYERS * num_pages, 1, shape.page_size, dense.shape[-1]), dead, np.float32)
         for dense in (latents, ropes)
     ]
     for row, total in enumerate(shape.totals):
@@ -62,9 +64,9 @@ def make_arguments(shape: Shape, *, is_absorbed: bool) -> tuple[LatentArguments,
     if is_absorbed:
         query = np.einsum("bthd,hdl->bthl", query, key_up)
     arguments = LatentArguments(
-        jnp.asarray(query),
-        jnp.asarray(rope_query),
-        *(Pages(jnp.asarray(pool)) for pool in pools),
+        jnp.asarray(query, dtype),
+        jnp.asarray(rope_query, dtype),
+        *(Pages(jnp.asarray(pool, dtype)) for pool in pools),
         *map(jnp.asarray, (table, shape.totals - lens, lens)),
         page_offset=jnp.int32(LAYER * num_pages),
         up=None if is_absorbed else UpProjections(jnp.asarray(key_up), jnp.asarray(value_up)),

@@ -1,0 +1,198 @@
+"""Splits of sequences, which programs attend to by themselves, and the kernel that merges them.
+
+What there is to do is worked out on the device beside the kernel, so cost follows the tokens held. Splits
+begin at multiples of their size: no result depends on the rest of the batch.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.hopper.accumulators import LOG2_E, OF_COLUMNS, OF_ROWS, full, log_sum_of, tall, wide
+from kernels_pallas.hopper.blocks import BLOCK_TOKENS, divide
+
+# Partial sums are merged one after another: more splits would take longer to merge than to attend.
+_MAX_SPLITS = 128
+# Of partial results: they are held beside the cache, as many for each sequence as its table is long.
+_MAX_PARTIAL_BYTES = 2**30
+# Partial results whose loads are in flight at once while a sequence is merged, and entries of one.
+_MERGED_AT_ONCE, _MERGED_ENTRIES = 8, 2048
+
+
+class Cut(NamedTuple):
+    """How sequences are cut.
+
+    Attributes:
+        split: tokens of a split.
+        max_splits: splits of a sequence at most.
+        capacity: tokens that a sequence's table names.
+    """
+
+    split: int
+    max_splits: int
+    capacity: int
+
+
+class Splits(NamedTuple):
+    """What there is to do, worked out on the device.
+
+    Attributes:
+        work: of each split its sequence, first block, blocks, first token that a query sees, and tokens held.
+        counts: the number of splits, and the pool's page that is page 0 of the layer.
+        of_sequences: of each sequence its first split, and how many it has.
+        limits: the first position that a query row does not see; 0 for padding.
+    """
+
+    work: Int[Array, "split 5"]
+    counts: Int[Array, " 2"]
+    of_sequences: Int[Array, "seq 2"]
+    limits: Int[Array, "seq row"]
+
+
+def cut(capacity: int, split_tokens: int) -> Cut:
+    """Return splits of `split_tokens`, or of more where a table's `capacity` would make too many."""
+    split = max(split_tokens, -(-capacity // _MAX_SPLITS))
+    split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
+    # What is seen may begin within a split.
+    return Cut(split, -(-capacity // split) + 1, capacity)
+
+
+def refusal_of_partial_results(sizes: Cut, num_seqs: int, numbers: int) -> str | None:
+    """Return why partial results, of so many float32 for a sequence's split, are not taken."""
+    num_bytes = 4 * num_seqs * sizes.max_splits * numbers
+    if num_bytes <= _MAX_PARTIAL_BYTES:
+        return None
+    return (
+        f"the GPU kernel takes partial results of at most {_MAX_PARTIAL_BYTES} bytes, got {num_bytes} of "
+        f"{num_seqs} sequences in {sizes.max_splits} splits; use 'xla'"
+    )
+
+
+def plan(
+    starts: Int[Array, " seq"],
+    lens: Int[Array, " seq"],
+    page_offset: Int[Array, ""] | int,
+    sizes: Cut,
+    *,
+    time: int,
+    group: int,
+    padding: int,
+    window: int | None,
+) -> Splits:
+    """Return what there is to do for rows of `group` heads for each of `time` tokens, and some padding."""
+    num_seqs = starts.shape[0]
+    ends = starts + lens
+    # A table names the latest pages: those before are written over.
+    first_seen = jnp.maximum(ends - sizes.capacity, 0)
+    if window is not None:
+        first_seen = jnp.maximum(first_seen, starts - window + 1)
+    first_split = first_seen // sizes.split
+    counts = jnp.where(lens > 0, -(-ends // sizes.split) - first_split, 0)
+    last = jnp.cumsum(counts, dtype=jnp.int32)
+    first = last - counts
+
+    split = jnp.arange(num_seqs * sizes.max_splits, dtype=jnp.int32)
+    # Past the last split there is a sequence too: what it says is not read.
+    seq = jnp.minimum(jnp.searchsorted(last, split, side="right").astype(jnp.int32), num_seqs - 1)
+    begin = (first_split[seq] + split - first[seq]) * sizes.split
+    first_block = jnp.maximum(begin, first_seen[seq]) // BLOCK_TOKENS
+    end_block = -(-jnp.minimum(begin + sizes.split, ends[seq]) // BLOCK_TOKENS)
+    work = jnp.stack([seq, first_block, end_block - first_block, first_seen[seq], ends[seq]], axis=1)
+
+    steps = jnp.arange(time, dtype=jnp.int32)[None]
+    limits = jnp.where(steps < lens[:, None], starts[:, None] + steps + 1, 0)
+    limits = jnp.pad(jnp.repeat(limits, group, axis=1), ((0, 0), (0, padding)))
+    return Splits(
+        work=work.astype(jnp.int32),
+        counts=jnp.stack([last[-1], jnp.asarray(page_offset, jnp.int32)]),
+        of_sequences=jnp.stack([first, counts], axis=1).astype(jnp.int32),
+        limits=limits.astype(jnp.int32),
+    )
+
+
+def merge(
+    out: Float[Array, "split part row column"],
+    log_sum: Float[Array, "split part query"],
+    of_sequences: Int[Array, "seq 2"],
+    *,
+    query_axis: int,
+    name: str,
+) -> tuple[Float[Array, "seq part row column"], Float[Array, "seq part query"]]:
+    """Return each sequence's attended values and log-sum-exp; zero and -inf where it has no split.
+
+    Args:
+        out: of each split, values of a part's queries.
+        log_sum: of each split and query; what lies past the last split is not read.
+        of_sequences: see `Splits`.
+        query_axis: whether rows, 0, or columns, 1, are queries; the others are channels.
+        name: of the kernel.
+    """
+    num_seqs, (_, num_parts, *matrix) = of_sequences.shape[0], out.shape
+    # Rows are a multiple of 64, as wgmma left them.
+    block = min(64, _MERGED_ENTRIES // matrix[query_axis])
+    merged, merged_log_sum = plgpu.kernel(
+        functools.partial(_merge_kernel, block, query_axis),
+        out_type=[
+            jax.ShapeDtypeStruct((num_seqs, *out.shape[1:]), jnp.float32),
+            jax.ShapeDtypeStruct((num_seqs, *log_sum.shape[1:]), jnp.float32),
+        ],
+        grid=(num_seqs, num_parts, matrix[1 - query_axis] // block),
+        grid_names=("seq", "part", "channels"),
+        kernel_name=name,
+    )(out, log_sum, of_sequences)
+    return merged, merged_log_sum
+
+
+def _merge_kernel(
+    block: int,
+    query_axis: int,
+    out_ref,  # float32 [split, part, row, column]   GMEM
+    log_sum_ref,  # float32 [split, part, query]     GMEM
+    of_sequences_ref,  # int32 [seq, 2]              GMEM
+    merged_ref,  # float32 [seq, part, row, column]  GMEM
+    merged_log_sum_ref,  # float32 [seq, part, query] GMEM
+):
+    seq, part, step = (lax.axis_index(name) for name in ("seq", "part", "channels"))
+    channels = pl.ds(step * block, block)
+    place = (channels, slice(None)) if query_axis else (slice(None), channels)
+    num_queries = log_sum_ref.shape[-1]
+    of_queries, spread = ((OF_ROWS, wide), (OF_COLUMNS, tall))[query_axis]
+    first, count = of_sequences_ref[seq, 0], of_sequences_ref[seq, 1]
+
+    def add(index: jax.Array, carry: Any) -> Any:
+        peak, total, sums = carry
+        loaded = []
+        for i in range(_MERGED_AT_ONCE):
+            split = first + jnp.minimum(index * _MERGED_AT_ONCE + i, count - 1)
+            log_sum = plgpu.load(log_sum_ref.at[split, part], layout=of_queries, optimized=False)
+            log_sum += jnp.where(index * _MERGED_AT_ONCE + i < count, 0.0, -jnp.inf)
+            out = plgpu.load(out_ref.at[split, part, *place], layout=plgpu.Layout.WGMMA, optimized=False)
+            loaded.append((log_sum * LOG2_E, out))
+        new_peak = functools.reduce(jnp.maximum, (log_sum for log_sum, _ in loaded), peak)
+        shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
+        keep = jnp.exp2(peak - shift)
+        total, sums = total * keep, sums * spread(keep, block)
+        for log_sum, out in loaded:
+            weight = jnp.exp2(log_sum - shift)
+            total, sums = total + weight, sums + out * spread(weight, block)
+        return new_peak, total, sums
+
+    shape = (block, num_queries) if query_axis else (num_queries, block)
+    empty = (
+        full((num_queries,), -jnp.inf, of_queries),
+        full((num_queries,), 0.0, of_queries),
+        full(shape, 0.0, plgpu.Layout.WGMMA),
+    )
+    steps, _ = divide(count + _MERGED_AT_ONCE - 1, _MERGED_AT_ONCE)
+    peak, total, sums = lax.fori_loop(0, steps, add, empty)
+    merged_ref.at[seq, part, *place][...] = sums / spread(jnp.where(total == 0, 1.0, total), block)
+
+    @pl.when(step == 0)
+    def _write_log_sum() -> None:
+        merged_log_sum_ref.at[seq, part][...] = log_sum_of(peak, total)

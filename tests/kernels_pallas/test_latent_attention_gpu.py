@@ -1,0 +1,174 @@
+"""The GPU kernel of latent attention: interpreted, with races looked for, and compiled for a GPU not here."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas import latent_attention
+from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_gpu
+from kernels_pallas.latent_attention.shapes import Shape
+from kernels_pallas.paged_attention import Pages, Stripe, Tiling
+
+from ..compare import assert_close, relative_errors
+from ..gpu_kernels import compile_latent, interpret
+from ..machines import find_target
+from .test_latent_attention import SCALE, lens_of, make_arguments, run
+from .test_paged_attention import change_scale, shift_mask
+
+# Two splits for the longest row; one program takes all of them.
+TILING = Tiling(split_tokens=32, num_programs=1, sums_in_place=False)
+DECODE = Shape(8, 128, 64, 8, 8, page_size=16, time=1, totals=(0, 1, 100))
+# Two blocks of query rows, and blocks of tokens that follow one another in a split.
+CHUNK = Shape(24, 128, 64, 8, 8, page_size=64, time=3, totals=(2, 180), window=140)
+
+
+@functools.cache
+def compiled(shape: Shape, num_pages: int, tiling: Tiling = TILING):
+    """Return the interpreted kernel for a shape, compiled once for all calls."""
+    options = {"num_pages": num_pages, "scale": SCALE, "window": shape.window, "tiling": tiling}
+    return jax.jit(functools.partial(pallas_gpu.latent_attention, **options))
+
+
+def run_kernel(shape: Shape, arguments: LatentArguments, num_pages: int, tiling: Tiling = TILING):
+    return interpret(compiled(shape, num_pages, tiling), arguments)
+
+
+def run_reference(shape: Shape, dtype, arguments: LatentArguments | None = None):
+    made, num_pages = make_arguments(shape, is_absorbed=True, dtype=dtype)
+    return run(latent_attention.reference, arguments or made, num_pages, window=shape.window)
+
+
+def own_error(shape: Shape, dtype) -> float:
+    """Return the error of the definition over a pool in `dtype`, and queries and outputs in it."""
+    return max(relative_errors(run_reference(shape, dtype)[0], run_reference(shape, jnp.float32)[0]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "tiling"),
+    [(DECODE, jnp.bfloat16, TILING), (CHUNK, jnp.float16, Tiling(num_programs=1, sums_in_place=False))],
+    ids=["decode", "chunk_of_a_window"],
+)
+def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
+    arguments, num_pages = make_arguments(shape, is_absorbed=True, dtype=dtype)
+    out, log_sum = run_kernel(shape, arguments, num_pages, tiling)
+    expected, expected_log_sum = run_reference(shape, jnp.float32)
+    assert_close(out, expected, 2 * own_error(shape, dtype))
+    is_padding = np.arange(shape.time)[None] >= lens_of(shape)[:, None]
+    assert (np.asarray(out)[is_padding] == 0).all()
+    assert (np.asarray(log_sum)[is_padding] == -np.inf).all()
+    _, rounded = run_reference(shape, dtype)
+    logs = [np.asarray(x)[~is_padding] for x in (log_sum, expected_log_sum, rounded)]
+    assert_close(logs[0], logs[1], 2 * max(relative_errors(logs[2], logs[1])))
+
+
+def drop_last_page(arguments: LatentArguments) -> LatentArguments:
+    """Unname the last page of the longest row of `DECODE`."""
+    return arguments._replace(page_table=arguments.page_table.at[2, 6].set(-1))
+
+
+@pytest.mark.parametrize("fault", [shift_mask, drop_last_page, change_scale])
+def test_a_faulty_call_fails_the_comparison(fault):
+    arguments, num_pages = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16, dead=0.0)
+    out, _ = run_kernel(DECODE, fault(arguments), num_pages)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(out, run_reference(DECODE, jnp.float32)[0], 2 * own_error(DECODE, jnp.bfloat16))
+
+
+@pytest.mark.gate
+def test_a_wait_that_is_left_out_is_a_race(monkeypatch):
+    """Of those for copies of blocks: a barrier that is passed twice without a wait is an error of its own."""
+    shape = Shape(1, 128, 64, 8, 8, page_size=64, time=1, totals=(60,))
+    arguments, num_pages = make_arguments(shape, is_absorbed=True, dtype=jnp.bfloat16)
+    wait = plgpu.barrier_wait
+    monkeypatch.setattr(
+        plgpu, "barrier_wait", lambda barrier: None if hasattr(barrier, "transforms") else wait(barrier)
+    )
+    with pytest.raises(AssertionError, match=r"races in kernels: \[True, False\]"):
+        run_kernel(shape, arguments, num_pages)
+
+
+def test_neither_other_rows_nor_dead_slots_change_a_bit():
+    arguments, num_pages = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16)
+    together, _ = run_kernel(DECODE, arguments, num_pages)
+    large, _ = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16, dead=1e4)
+    alone = jnp.arange(len(DECODE.totals)) == 2
+    out, log_sum = run_kernel(DECODE, large._replace(lens=jnp.where(alone, large.lens, 0)), num_pages)
+    np.testing.assert_array_equal(out[2], together[2])
+    assert (np.asarray(out[:2]) == 0).all()
+    assert (np.asarray(log_sum[:2]) == -np.inf).all()
+
+
+def test_a_page_id_outside_the_layer_is_not_read():
+    arguments, num_pages = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16)
+    arguments = arguments._replace(page_table=arguments.page_table.at[2, 3].set(-1))
+    out, _ = run_kernel(DECODE, arguments, num_pages)
+    expected, _ = run_reference(DECODE, jnp.bfloat16, arguments)
+    assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))
+
+
+def make_pool(
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    page_size: int = 64,
+    dtype=jnp.bfloat16,
+    rope_dtype=jnp.bfloat16,
+) -> LatentArguments:
+    rows = jnp.zeros(1, jnp.int32)
+    latents = Pages(jnp.zeros((2, 1, page_size, latent_dim), dtype))
+    ropes = Pages(jnp.zeros((2, 1, page_size, rope_dim), rope_dtype))
+    query, rope_query = (jnp.zeros((1, 1, 16, dim)) for dim in (latent_dim, rope_dim))
+    table = jnp.zeros((1, 2), jnp.int32)
+    return LatentArguments(query, rope_query, latents, ropes, table, rows, rows, page_offset=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            make_pool()._replace(up=UpProjections(jnp.zeros((16, 8, 512)), jnp.zeros((16, 8, 512)))),
+            "attends to latents as they are, got up-projections of heads; use 'xla'",
+        ),
+        (
+            make_pool()._replace(query=jnp.zeros((1, 17, 16, 512))),
+            "steps of at most 16 tokens .*, got 17; use",
+        ),
+        (
+            make_pool(rope_dtype=jnp.float16),
+            "of one 16-bit dtype, got number in bfloat16 and .* float16",
+        ),
+        (make_pool(dtype=jnp.float32, rope_dtype=jnp.float32), "got number in float32 and number in float32"),
+        (make_pool(latent_dim=320), "multiple of 128 entries up to 512 .* of 64, got 320 and 64; use 'xla'"),
+        (make_pool(rope_dim=32), "with rotated parts of 64, got 512 and 32; use 'xla'"),
+        (make_pool(page_size=8), "takes pages of 16 tokens or more, got 8; use 'xla'"),
+        (make_pool(page_size=4), "takes pages of 8, 16, 32 or a multiple of 64 tokens, got 4; use 'xla'"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused(arguments: LatentArguments, message: str):
+    with pytest.raises(ValueError, match=message):
+        pallas_gpu.latent_attention(arguments, num_pages=2, scale=1.0)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(
+    ("num_heads", "page_size", "time", "window"),
+    [(128, 64, 1, None), (16, 16, 4, 1024), (128, 128, 2, None)],
+)
+def test_kernels_for_hopper_spill_nothing_and_fit(
+    num_heads: int, page_size: int, time: int, window: int | None, tmp_path: Path
+):
+    """DeepSeek-V3's heads, all and those of one of eight devices; 2^31 entries a pool and more."""
+    shape = Shape(num_heads, 512, 64, 128, 128, page_size, time)
+    num_pages = 2**31 // (2 * page_size * 512) + 1
+    reports = compile_latent(
+        find_target("h200"), shape, num_pages=num_pages, folder=tmp_path, scale=SCALE, window=window
+    )
+    assert len(reports) == 2
+    for name, report in reports.items():
+        print(name, report[:3])
+        assert report.spilled_bytes == 0
+        assert report.shared_bytes <= 227 * 1024
