@@ -1,43 +1,48 @@
-"""Bounds the speed of the GPU kernel by its instructions, without a GPU; for docs/kernels.md.
+"""Bounds the speed of the GPU kernels by their instructions, without a GPU; for docs/kernels.md.
 
     JAX_PLATFORMS=cpu PYTHONPATH=. python scripts/gpu_static.py --cuda FOLDER
 
 Needs the compilers of jkv[aot], and a folder that holds bin/nvdisasm: that of CUDA, or `nvidia/cu13` of the
-package nvidia-cuda-nvdisasm. Counts, for a block of 64 tokens of one KV head, the instructions that a warp
+package nvidia-cuda-nvdisasm. Counts, for a block of 64 tokens of one KV head or latent, what a warp
 issues in the loop over blocks, without what only blocks with dead slots run; and the clocks of one of an
 H200's 132 multiprocessors that follow for a block: of its memory traffic, of issue, of tensor cores and of
 special function units. Waiting is not counted: programs that share a multiprocessor, two and more, fill it.
 """
 
 import argparse
+import functools
 import os
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jkv.targets import target
-from kernels_pallas.paged_attention.pallas_gpu import BLOCK_TOKENS
+from kernels_pallas.hopper.blocks import BLOCK_TOKENS
+from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention.shapes import Shape
-from tests.gpu_kernels import compile_paged
+from tests.gpu_kernels import Report, compile_latent, compile_paged
 
 # NVIDIA's data sheet of the H200: 4.8 TB/s and 132 multiprocessors; their clock, 1.98 GHz at most.
 BYTES_PER_CLOCK = 4.8e12 / 132 / 1.98e9
 # The left operand of a wgmma of 64 x 16 16-bit numbers comes from shared memory, 128 bytes a clock.
 CLOCKS_PER_WGMMA = 64 * 16 * 2 / 128
+# Of tensor cores, for each column of a product of 64 x 16: 989 TFLOP/s of 132 multiprocessors at 1.83 GHz.
+CLOCKS_PER_COLUMN = 64 * 16 * 2 / 4096
 # Four schedulers of a multiprocessor, each with a warp of 32 threads, share 16 results a clock (CUDA C++
 # programming guide, arithmetic throughput of compute capability 9.0).
 CLOCKS_PER_SPECIAL = 32 * 4 / 16
 CLASSES = {
-    "wgmma": "HGMMA",
+    "wgmma": r"HGMMA\.\d+",
     "TMA": "UTMALDG|UBLKCP",
     "conversions": "I2F|F2F|I2FP|F2FP|PRMT",
     "special": "MUFU",
     "shared": "LDS|STS|LDSM|STSM",
     "barriers": "BAR|SYNCS|MEMBAR",
 }
-CASES = [
+PAGED = [
     # codec, head_dim, page_size, query heads of a KV head, tokens of a query
     ("bf16", 128, 64, 4, 1),
     ("bf16", 128, 16, 4, 1),
@@ -49,10 +54,18 @@ CASES = [
     ("fp8_e4m3", 128, 64, 4, 1),
     ("fp8_e4m3", 128, 16, 4, 1),
 ]
+# Of DeepSeek-V3: page_size, query heads
+LATENT = [(64, 128), (16, 16)]
+# Warp groups of the kernel of latents.
+LATENT_GROUPS = 2
+BOUNDS = ["memory", "issue", "tensor", "special"]
 
 
 class Line(NamedTuple):
-    """A line of code: a label, or an instruction, where it may jump to, and whether it always does."""
+    """A line of code: a label, or an instruction, where it may jump to, and whether it always does.
+
+    A wgmma's operation has the columns of its product in its name.
+    """
 
     label: str | None
     operation: str = ""
@@ -66,9 +79,11 @@ def lines_of(code: str) -> list[Line]:
     for text in code.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", text):
             lines.append(Line(label[1]))
-        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9]+)\S*(.*)", text):
-            goal = re.search(r"`\((\.L_x_\d+)\)", found[3])
-            lines.append(Line(None, found[2], goal[1] if goal else None, found[1] is not None))
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z0-9]+)(\S*)(.*)", text):
+            goal = re.search(r"`\((\.L_x_\d+)\)", found[4])
+            columns = re.match(r"\.64x(\d+)x16", found[3])
+            operation = f"HGMMA.{columns[1]}" if columns else found[2]
+            lines.append(Line(None, operation, goal[1] if goal else None, found[1] is not None))
     return lines
 
 
@@ -83,17 +98,21 @@ def inner_loop(code: str) -> Counter[str]:
         for end, begin in jumps
         if begin < end
         and lines[end].is_conditional
-        and "HGMMA" in {line.operation for line in lines[begin:end]}
+        and _has_products(line.operation for line in lines[begin:end])
     ]
     begin, end = min(loops, key=lambda loop: loop[1] - loop[0])
     skipped = set()
     for place, goal in jumps:
         if begin < place < goal < end:
             over = [line.operation for line in lines[place + 1 : goal]]
-            if "STSM" in over and not {"HGMMA", "UTMALDG"} & set(over):
+            if "STSM" in over and "UTMALDG" not in over and not _has_products(over):
                 skipped |= set(range(place + 1, goal))
     kept = (lines[place] for place in range(begin, end + 1) if place not in skipped)
     return Counter(line.operation for line in kept if line.operation)
+
+
+def _has_products(operations: Iterable[str]) -> bool:
+    return any(operation.startswith("HGMMA") for operation in operations)
 
 
 def main() -> None:
@@ -101,36 +120,51 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cuda", type=Path, required=True, help="folder that holds bin/nvdisasm")
-    cuda = parser.parse_args().cuda
-    if not (cuda / "bin" / "nvdisasm").exists():
-        parser.error(f"there is no bin/nvdisasm in {cuda}")
-    os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(cuda.resolve()), "MOSAIC_GPU_DUMP_SASS": "1"}
+    parser.add_argument("--kernel", choices=["paged", "latent"], help="this one alone")
+    options = parser.parse_args()
+    if not (options.cuda / "bin" / "nvdisasm").exists():
+        parser.error(f"there is no bin/nvdisasm in {options.cuda}")
+    os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(options.cuda.resolve()), "MOSAIC_GPU_DUMP_SASS": "1"}
     mesh = target("h200")
     columns = ["codec", "head", "page", "queries", "registers", "shared KB", "instructions", *CLASSES]
-    bounds = ["memory", "issue", "tensor", "special"]
-    print("| " + " | ".join([*columns, *(f"{bound} clocks" for bound in bounds), "bound by"]) + " |")
-    print("|" + "---|" * (len(columns) + len(bounds) + 1))
-    for codec, head_dim, page_size, group, time in CASES:
+    print("| " + " | ".join([*columns, *(f"{bound} clocks" for bound in BOUNDS), "bound by"]) + " |")
+    print("|" + "---|" * (len(columns) + len(BOUNDS) + 1))
+    for codec, head_dim, page_size, group, time in PAGED if options.kernel != "latent" else ():
         shape = Shape(8 * group, 8, head_dim, page_size, time)
-        with tempfile.TemporaryDirectory() as folder:
-            reports = compile_paged(mesh, shape, codec, num_pages=2**16, folder=Path(folder), scale=0.1)
-        (report,) = (report for name, report in reports.items() if "merge" not in name)
-        assert report.code is not None
-        counts = inner_loop(report.code)
-        classes = {
-            name: sum(count for operation, count in counts.items() if re.fullmatch(pattern, operation))
-            for name, pattern in CLASSES.items()
-        }
+        compile_case = functools.partial(compile_paged, mesh, shape, codec)
         token_bytes = 2 * (2 * head_dim if codec == "bf16" else head_dim + 4)
-        clocks = {
-            "memory": BLOCK_TOKENS * token_bytes / BYTES_PER_CLOCK,
-            "issue": counts.total(),
-            "tensor": classes["wgmma"] * CLOCKS_PER_WGMMA,
-            "special": classes["special"] * CLOCKS_PER_SPECIAL,
-        }
-        sizes = [codec, head_dim, page_size, group * time, report.registers, report.shared_bytes // 1024]
-        cells = [*sizes, counts.total(), *classes.values(), *(f"{clocks[bound]:.0f}" for bound in bounds)]
-        print("| " + " | ".join(map(str, [*cells, max(clocks, key=clocks.__getitem__)])) + " |", flush=True)
+        print_row(compile_case, [codec, head_dim, page_size, group * time], token_bytes, num_groups=1)
+    for page_size, num_heads in LATENT if options.kernel != "paged" else ():
+        shape = LatentShape(num_heads, 512, 64, 128, 128, page_size, 1)
+        compile_case = functools.partial(compile_latent, mesh, shape)
+        queries = min(num_heads, 64)
+        print_row(compile_case, ["bf16", "512 + 64", page_size, queries], 2 * 576, num_groups=LATENT_GROUPS)
+
+
+def print_row(
+    compile_case: Callable[..., dict[str, Report]], sizes: list[Any], token_bytes: int, num_groups: int
+) -> None:
+    """Compile a case and print what bounds it: its warp groups share a multiprocessor's units."""
+    with tempfile.TemporaryDirectory() as folder:
+        reports = compile_case(num_pages=2**16, folder=Path(folder), scale=0.1)
+    (report,) = (report for name, report in reports.items() if "merge" not in name)
+    assert report.code is not None
+    counts = inner_loop(report.code)
+    classes = {
+        name: sum(count for operation, count in counts.items() if re.fullmatch(pattern, operation))
+        for name, pattern in CLASSES.items()
+    }
+    products = {int(name.removeprefix("HGMMA.")): n for name, n in counts.items() if "HGMMA." in name}
+    tensor = sum(n * max(CLOCKS_PER_WGMMA, width * CLOCKS_PER_COLUMN) for width, n in products.items())
+    clocks = {
+        "memory": BLOCK_TOKENS * token_bytes / BYTES_PER_CLOCK,
+        "issue": num_groups * counts.total(),
+        "tensor": num_groups * tensor,
+        "special": num_groups * classes["special"] * CLOCKS_PER_SPECIAL,
+    }
+    said = [*sizes, report.registers, report.shared_bytes // 1024]
+    cells = [*said, counts.total(), *classes.values(), *(f"{clocks[bound]:.0f}" for bound in BOUNDS)]
+    print("| " + " | ".join(map(str, [*cells, max(clocks, key=clocks.__getitem__)])) + " |", flush=True)
 
 
 if __name__ == "__main__":

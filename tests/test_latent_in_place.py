@@ -73,3 +73,11 @@ def test_a_loop_over_a_tpus_kernel_updates_latents_in_place(machine: str, codec:
     mesh = find_target(machine)
     small, large = (shapes_on(mesh, make_arguments(codec, nbytes, layout="tpu")) for nbytes in (SMALL, LARGE))
     assert_updates_in_place(functools.partial(loop, implementation="pallas_tpu"), small, large)
+
+
+@pytest.mark.gpu_aot
+def test_a_loop_over_a_gpus_kernel_updates_latents_in_place():
+    mesh = find_target("h200")
+    small, large = (shapes_on(mesh, make_arguments("bf16", nbytes)) for nbytes in (SMALL, LARGE))
+    own = functools.partial(loop, implementation="pallas_gpu")
+    assert_updates_in_place(own, small, large, max_growth=0.03)
