@@ -129,6 +129,7 @@ def make_pool(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (make_pool()._replace(stripe=Stripe(2, 0)), "tables of all pages, got one of a stripe; use 'xla'"),
         (
             make_pool()._replace(up=UpProjections(jnp.zeros((16, 8, 512)), jnp.zeros((16, 8, 512)))),
             "attends to latents as they are, got up-projections of heads; use 'xla'",
