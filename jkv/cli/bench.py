@@ -16,11 +16,13 @@ import numpy as np
 import tyro
 
 from jkv.cache.spec import CacheSpec
-from jkv.cli.fits import check_length, check_memory
+from jkv.cli.fits import check_divides, check_length, check_memory, weight_sizes
 from jkv.cli.options import Flag, HostOptions, ModelOptions, meet, parse, resolve, show_progress
+from jkv.config import SizesSection
 from jkv.decode.configured import configured_plan, load_configured, make_decoding, open_configured
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
+from jkv.plan.decoder import Stored, parameters
 
 # Far past every cache; a GPU reaches its full bandwidth at this size too.
 _COPY_BYTES = 256 * 2**20
@@ -68,7 +70,8 @@ class Measurement:
         step_ms: one decode step, a loop's time over its steps.
         prefill_tokens_per_second: prompt tokens of all sequences.
         tokens_per_second: new tokens of all sequences.
-        bytes_per_step: weights and the cache's live tokens, those that a window sees.
+        bytes_per_step: weights that the batch's tokens need and the cache's live tokens, those that a window
+            sees.
         bandwidth_share: of the copy bandwidth, if a step moves each byte once.
     """
 
@@ -96,6 +99,8 @@ def run(argv: Sequence[str]) -> None:
     sizes = open_configured(config).config
     longest = max(contexts) + arguments.steps
     check_length(sizes, longest, remedy=" with the steps; lower --context")
+    for batch in batches:
+        check_divides(weight_sizes(sizes), config.mesh, name=config.model.path, num_sequences=batch)
     plan = configured_plan(config, sizes, {max(contexts): max(batches)}, arguments.steps + 1)
     check_memory(config, plan)
     plan.require_room()
@@ -113,6 +118,8 @@ def run(argv: Sequence[str]) -> None:
                         decoding,
                         batch,
                         context,
+                        bytes_per_step=weight_bytes(weight_sizes(sizes), config.model.weights, batch)
+                        + batch * live_bytes(decoding.spec, sizes.windows, context + arguments.steps // 2),
                         bandwidth=bandwidth,
                         num_steps=arguments.steps,
                         num_repeats=arguments.repeats,
@@ -127,7 +134,14 @@ def run(argv: Sequence[str]) -> None:
 
 
 def measure(
-    decoding: Decoding, batch: int, context: int, *, bandwidth: float, num_steps: int, num_repeats: int
+    decoding: Decoding,
+    batch: int,
+    context: int,
+    *,
+    bytes_per_step: int,
+    bandwidth: float,
+    num_steps: int,
+    num_repeats: int,
 ) -> Measurement:
     """Measure one batch at one context.
 
@@ -135,6 +149,7 @@ def measure(
         decoding: the model and its cache, without stop tokens, so that every loop takes all its steps.
         batch: sequences.
         context: prompt tokens of each.
+        bytes_per_step: that a step has to read.
         bandwidth: bytes that the machine copies in a second.
         num_steps: decode steps in one loop.
         num_repeats: measurements, after one that compiles.
@@ -148,8 +163,6 @@ def measure(
 
     once()
     prefills, steps = zip(*(once() for _ in range(num_repeats)), strict=True)
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(decoding.weights))
-    bytes_per_step = weight_bytes + batch * live_bytes(decoding.spec, context + num_steps // 2)
     prefill, step = _sample(prefills), _sample(steps)
     return Measurement(
         batch=batch,
@@ -163,11 +176,23 @@ def measure(
     )
 
 
-def live_bytes(spec: CacheSpec, num_tokens: int) -> int:
-    """Return the bytes that a step reads of the cache of a sequence."""
+def weight_bytes(sizes: SizesSection, stored: Stored, num_tokens: int) -> int:
+    """Return the bytes of weights that a step needs.
+
+    Of experts those that a token was sent to, if tokens choose alike among all (balls into bins); of an
+    embedding that is not the head too, a row a token, which is not counted.
+    """
+    parts, experts = parameters(sizes)[0 if sizes.is_tied else 1 :], sizes.experts
+    idle = 0.0 if experts is None else (1 - experts.num_active / experts.num_experts) ** num_tokens
+    shares = [1 - idle if "expert" in dict(part.axes) else 1 for part in parts]
+    return round(sum(share * part.num_bytes(stored) for share, part in zip(shares, parts, strict=True)))
+
+
+def live_bytes(spec: CacheSpec, windows: Sequence[int | None], num_tokens: int) -> int:
+    """Return the bytes of a sequence's cache that a step reads; windows are those of the model's layers."""
     return sum(
-        min(num_tokens, group.window or num_tokens) * group.page_bytes(spec.page_size) // spec.page_size
-        for group in spec.groups
+        min(num_tokens, window or num_tokens) * group.page_bytes(spec.page_size) // spec.page_size
+        for window, group in zip(dict.fromkeys(windows), spec.groups, strict=True)
     )
 
 
