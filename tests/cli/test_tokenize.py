@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jkv.cli.tokenize import tokenize
+from jkv.cli import tokenize
 from jkv.models.load import load_tokenizer
 from jkv.models.weights.locate import resolve_model
 
@@ -27,8 +27,11 @@ def test_a_model_without_a_tokenizer_is_refused(refusal, tiny):
 
 
 @pytest.mark.model
-def test_smollm2_s_tokens_are_the_reference_s():
+def test_smollm2_s_tokens_are_the_reference_s(run_json, monkeypatch):
     tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    # Read once for all cases.
+    monkeypatch.setattr(tokenize, "load_tokenizer", lambda location: tokenizer)
     for case in json.loads(CASES.read_text(encoding="utf-8")):
-        assert tokenize(tokenizer, case["text"])["tokens"] == case["plain"]
-        assert tokenize(tokenizer, case["text"], special=True)["tokens"] == case["special"]
+        flags = ("tokenize", "--model", "smollm2-135m", f"--text={case['text']}", "--json")
+        assert run_json(*flags)[0]["tokens"] == case["plain"]
+        assert run_json(*flags, "--special")[0]["tokens"] == case["special"]
