@@ -25,9 +25,10 @@ from jkv.config import (
     load_config,
 )
 from jkv.decode.configured import configured_scales, configured_spec, open_configured
-from jkv.models.families import ModelConfig
+from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.weights.locate import is_hub_id
 from jkv.plan.decoder import Stored, parameters
+from jkv.plan.model import config_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,15 @@ def run(argv: Sequence[str]) -> None:
     arguments, overrides = parse(Arguments, argv, "check")
     config = load_config(arguments.config, overrides)
     model = stored_config(config)
-    if model is not None:
+    if not is_hub_id(config.model.path):
         configured_scales(config)
     if arguments.devices is not None:
         simulate_devices(config.mesh, arguments.devices)
         if model is None:
-            raise ValueError(f"--devices needs a model on this machine, got {config.model.path} of the hub")
+            raise ValueError(
+                f"--devices needs a model on this machine or its sizes, got {config.model.path} of the hub; "
+                "give model.sizes"
+            )
     shown = check(arguments.config, overrides, model=model)
     if model is not None and arguments.devices is not None:
         shown += "\n" + describe_placements(config, model)
@@ -78,12 +82,15 @@ def simulate_devices(mesh: MeshSection, num_devices: int) -> None:
 
 
 def stored_config(config: DecodeConfig) -> ModelConfig | None:
-    """Return the sizes of the configured model; None where the hub has it.
+    """Return the configured model, of one on the hub what its sizes say; None where it has none.
 
     Raises:
         ValueError: as `open_configured`.
     """
-    return None if is_hub_id(config.model.path) else open_configured(config).config
+    if not is_hub_id(config.model.path):
+        return open_configured(config).config
+    sizes = config.model.sizes
+    return None if sizes is None else with_kv_copies(config_of(sizes), config.mesh.kv_copies)
 
 
 def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | None = None) -> str:

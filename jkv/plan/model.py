@@ -64,7 +64,7 @@ def _experts_of(mixture: MixtureConfig) -> ExpertSizes:
 
 
 def config_of(sizes: SizesSection) -> ModelConfig:
-    """Return a configuration of such sizes, for programs that are compiled and not run.
+    """Return a configuration of such sizes, for what is planned, or compiled and not run.
 
     What sizes do not say is what a Llama has, and changes numbers but no shape. Layers without a window come
     first.

@@ -7,6 +7,7 @@ from jkv.cli.check import check, stored_config
 from jkv.config import ConfigError, load_config
 from jkv.layers.rope import RopeConfig
 from jkv.models.families import ModelConfig, with_kv_copies
+from jkv.plan.decoder import parameters
 
 
 def make_model(**changes: int) -> ModelConfig:
@@ -180,6 +181,22 @@ def test_more_copies_than_a_kv_head_has_queries_are_refused():
 
 def test_a_model_that_is_elsewhere_leaves_out_its_sizes(run_jkv):
     assert "parameters" not in run_jkv("check", "smollm2-cpu", "--model.path", "some/model")
+
+
+def test_a_model_that_is_elsewhere_is_checked_by_its_sizes(run_jkv, refusal):
+    shown = run_jkv("check", "smollm2-cpu", "--model", "gemma-3-4b", "--cache", "window")
+    sizes = load_config("smollm2-cpu", ["--model", "gemma-3-4b"]).model.sizes
+    assert sizes is not None
+    assert f"parameters: {sum(part.num_parameters() for part in parameters(sizes)):,}\n" in shown
+    # Keys and values of four heads of 256.
+    assert f"  29 layers, window 1,024: {29 * 2 * 4 * 256 * 4:,} bytes a token" in shown
+    flags = ("--model", "llama-3.1-8b", "--cache", "window")
+    assert "layers have a sliding window" in refusal("check", "smollm2-cpu", *flags)
+    flags = ("--model", "llama-3.1-8b", "--mesh.axes", "data", "1", "model", "16")
+    assert "must split key and value heads evenly, got 8 over 16" in refusal("check", "smollm2-cpu", *flags)
+    assert "each of 8 KV heads is held by 2 devices" in run_jkv(
+        "check", "smollm2-cpu", *flags, "--mesh.kv-copies", "2"
+    )
 
 
 @pytest.mark.parametrize("path", ["none", "/nonexistent/model", "none.gguf"])
