@@ -1,18 +1,20 @@
-"""Checks the GPU kernel of paged attention on a Hopper GPU, then times it beside peers; prints JSON lines.
+"""Checks the GPU kernels of attention on a Hopper GPU, then times them beside peers; prints JSON lines.
 
     PYTHONPATH=. python scripts/bench_gpu.py [--out FILE] [--only decode_8_8192] [--interpret]
 
 First every shape of `kernels_pallas.paged_attention.shapes` and `CHECKED` that the kernel takes is compared
 with the float32 definition on the device, in every codec: `error` is the relative error of the worst row,
-`allowed` twice that of the definition over the same pool with queries and outputs in bfloat16. Then decode
-steps of Llama 3's heads are timed: `us` a call, the bytes of keys and values that a call must read a second,
-and their share of a copy that is measured at the start. A loop in one program calls each kernel on another
+`allowed` twice that of the definition over the same pool with queries and outputs in bfloat16; so are
+latents. Then decode steps of Llama 3's heads are timed, and of DeepSeek-V3's, all and those of one of eight
+devices: `us` a call, the bytes of keys and values that a call must read a second, and their share of a copy
+that is measured at the start. A loop in one program calls each kernel on another
 layer every time, so that the L2 cache holds nothing of it; the shortest of `REPEATS` runs counts. A peer that
 does not run says why. `--interpret` makes the checks of the named shapes alone, on a CPU.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -27,6 +29,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas import latent_attention
+from kernels_pallas.latent_attention import LatentArguments
+from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
 from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu, reference, xla
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
@@ -39,6 +44,12 @@ CHECKED = {
     "head_256": Shape(8, 2, 256, page_size=32, time=4, totals=(4, 700, 5000), soft_cap=30.0),
     "window": Shape(32, 8, 128, page_size=16, time=1, totals=(1, 700, 5000), window=1024),
     "large_batch": Shape(32, 8, 128, page_size=64, time=1, totals=tuple(range(0, 3072, 24))),
+}
+# Of DeepSeek-V3.
+LATENT_DIM, ROPE_DIM = 512, 64
+CHECKED_LATENTS = {
+    "latent_128_heads": Shape(128, 1, LATENT_DIM, page_size=64, time=1, totals=(1, 700, 5000)),
+    "latent_16_heads": Shape(16, 1, LATENT_DIM, page_size=16, time=4, totals=(4, 700, 0, 5000), window=1024),
 }
 REPEATS = 3
 # Bytes that the layers of a timed pool take together, past an L2 cache of 50 MB.
@@ -68,6 +79,12 @@ CASES = {
     for batch, context in sizes
     for page_size in (64, 16)
     for codec in CODECS[:3]
+}
+LATENT_CASES = {
+    f"latent_{batch}_{context}_heads_{heads}_page_{page_size}": Case(batch, context, heads, page_size, "bf16")
+    for heads in (128, 16)
+    for batch, context in ((1, 8192), (1, 131072), (64, 8192), (256, 1024))
+    for page_size in (64, 16)
 }
 
 
@@ -126,13 +143,39 @@ def check(name: str, shape: Shape, codec: Codec) -> dict[str, Any] | None:
         "soft_cap": shape.soft_cap,
         "sinks": sinks,
     }
-    run = functools.partial(jax.jit, static_argnames=("num_pages", "scale", "window", "soft_cap"))
-    expected, _ = run(reference)(arguments, num_pages=num_pages, **options)
     rounded = arguments._replace(query=arguments.query.astype(jnp.bfloat16))
-    own, _ = run(reference)(rounded, num_pages=num_pages, **options)
-    out, _ = run(pallas_gpu.paged_attention)(arguments, num_pages=num_pages, **options)
+    errors = compare(
+        pallas_gpu.paged_attention, reference, arguments, rounded, num_pages=num_pages, **options
+    )
+    return {"check": name, "codec": codec, **errors}
+
+
+def check_latents(name: str, shape: Shape) -> dict[str, Any]:
+    """Compare a call over latents with its definition; they are made as keys whose last part is rotated."""
+    paged, num_pages = make_call(dataclasses.replace(shape, head_dim=LATENT_DIM + ROPE_DIM), "bf16")
+    query, keys = paged.query, paged.keys.data
+    pages = Pages(keys[..., :LATENT_DIM]), Pages(keys[..., LATENT_DIM:])
+    arguments = LatentArguments(query[..., :LATENT_DIM], query[..., LATENT_DIM:], *pages, *paged[3:7])
+    rounded = arguments._replace(
+        query=arguments.query.astype(jnp.bfloat16), rope_query=arguments.rope_query.astype(jnp.bfloat16)
+    )
+    options = {"num_pages": num_pages, "scale": (LATENT_DIM + ROPE_DIM) ** -0.5, "window": shape.window}
+    implementations = latent_gpu.latent_attention, latent_attention.reference
+    return {
+        "check": name,
+        "codec": "bf16",
+        **compare(*implementations, arguments, rounded, **options),
+    }
+
+
+def compare(kernel: Any, definition: Any, arguments: Any, rounded: Any, **options: Any) -> dict[str, Any]:
+    """Return a kernel's error, and twice that of the definition of rounded arguments."""
+    kernel, definition = (jax.jit(functools.partial(each, **options)) for each in (kernel, definition))
+    expected, _ = definition(arguments)
+    own, _ = definition(rounded)
+    out, _ = kernel(arguments)
     error, allowed = worst_row(out, expected), 2 * worst_row(own.astype(jnp.float32), expected)
-    return {"check": name, "codec": codec, "error": error, "allowed": allowed, "passed": error <= allowed}
+    return {"error": error, "allowed": allowed, "passed": error <= allowed}
 
 
 def seconds(program: Callable[..., Any], *arguments: Any) -> float:
@@ -199,10 +242,52 @@ def time_case(case: Case, copied: float) -> Iterator[dict[str, Any]]:
             runners[f"jax.nn {name}, contiguous"] = functools.partial(
                 jax_nn, name, case, num_layers, token_bytes
             )
+    yield from time_runners(runners, case, query, call_bytes, (num_calls, num_layers), copied)
+
+
+def time_latent_case(case: Case, copied: float) -> Iterator[dict[str, Any]]:
+    """Time jkv's kernel of latents, and its plain JAX."""
+    width = -(-case.context // case.page_size)
+    num_pages = case.batch * width
+    call_bytes = case.batch * case.context * 2 * (LATENT_DIM + ROPE_DIM)
+    num_layers, num_calls = max(1, POOL_BYTES // call_bytes), max(8, READ_BYTES // call_bytes // 8)
+    keys = jax.random.split(jax.random.key(0), 4)
+    pool = (num_layers * num_pages, 1, case.page_size)
+    pages = [
+        Pages(jax.random.normal(key, (*pool, dim), jnp.bfloat16))
+        for key, dim in zip(keys[:2], (LATENT_DIM, ROPE_DIM), strict=True)
+    ]
+    table = jax.random.permutation(keys[2], num_pages).astype(jnp.int32).reshape(case.batch, width)
+    ends = jnp.full(case.batch, case.context, jnp.int32)
+    query = jax.random.normal(keys[3], (case.batch, 1, case.num_heads, LATENT_DIM), jnp.bfloat16)
+
+    def ours(implementation: Any, query: jax.Array, layer: jax.Array) -> jax.Array:
+        ones = jnp.ones_like(ends)
+        arguments = LatentArguments(
+            query, query[..., :ROPE_DIM], pages[0], pages[1], table, ends - ones, ones, layer * num_pages
+        )
+        return implementation(arguments, num_pages=num_pages, scale=(LATENT_DIM + ROPE_DIM) ** -0.5)[0]
+
+    runners: dict[str, Callable[[], Any]] = {
+        "jkv latent": lambda: functools.partial(ours, latent_gpu.latent_attention),
+        "jkv latent xla": lambda: functools.partial(ours, latent_attention.xla),
+    }
+    yield from time_runners(runners, case, query, call_bytes, (num_calls, num_layers), copied)
+
+
+def time_runners(
+    runners: dict[str, Callable[[], Any]],
+    case: Case,
+    query: jax.Array,
+    call_bytes: int,
+    counts: tuple[int, int],
+    copied: float,
+) -> Iterator[dict[str, Any]]:
+    """Time each of a case's runners, in as many calls over as many layers as `counts` says."""
     for name, make_attend in runners.items():
         line: dict[str, Any] = {"runs": name, **case._asdict()}
         try:
-            took = seconds(repeated(make_attend(), num_calls, num_layers), query) / num_calls
+            took = seconds(repeated(make_attend(), *counts), query) / counts[0]
         # Whatever keeps a peer from running is reported in its line.
         except Exception as error:
             yield line | {"error": "".join(traceback.format_exception_only(error)).strip()[-300:]}
@@ -268,6 +353,9 @@ def main() -> None:
             for codec in CODECS:
                 if options.only in f"{name}_{codec}" and (line := check(name, shape, codec)) is not None:
                     say(line)
+        for name, shape in CHECKED_LATENTS.items():
+            if options.only in name and not options.interpret:
+                say(check_latents(name, shape))
     if not all(line["passed"] for line in lines):
         sys.exit("the kernel is wrong: nothing is timed")
     if options.interpret:
@@ -276,13 +364,14 @@ def main() -> None:
     warnings.simplefilter("ignore", DeprecationWarning)
     copied = measure_copy()
     say({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "copy_gb_per_s": copied / 1e9})
-    for name, case in CASES.items():
+    # Latents first: they are fewer, and what the time does not suffice for is said.
+    for name, case in (LATENT_CASES | CASES).items():
         if options.only not in name:
             continue
         if time.perf_counter() - start > options.limit_s:
             say({"stopped_before": name})
             break
-        for line in time_case(case, copied):
+        for line in (time_latent_case if name in LATENT_CASES else time_case)(case, copied):
             say(line)
     print_table(line for line in lines if "us" in line)
 
