@@ -1,6 +1,14 @@
 """`jkv convert`: a folder that the other verbs take, what was lost, and what is refused."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+
+from jkv.models.load import load_model
+from jkv.sharding import Sharding
+
+RULES = {"q_head": "model", "kv_head": "model"}
 
 
 @pytest.fixture
@@ -31,6 +39,18 @@ def test_pooled_heads_halve_the_cache(run_jkv, tiny, tmp_path):
     shown = run_jkv("convert", "--model", tiny, "--out", tmp_path / "pooled", "--kv-heads", 1)
     assert len(shown.splitlines()) == 5
     assert "cache bytes a token in bf16: 192, converted 96" in shown
+
+
+def test_a_converted_model_loads_onto_a_mesh_in_another_dtype(run_jkv, tiny, tmp_path):
+    run_jkv("convert", "--model", tiny, "--out", tmp_path / "latent", "--latent", 12, "--rope", 4)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    sharding = Sharding.create(mesh, RULES)
+    weights = load_model(tmp_path / "latent", param_dtype=jnp.bfloat16, sharding=sharding).weights
+    assert {array.dtype for array in weights} == {jnp.dtype("bfloat16")}
+    assert {array.sharding.mesh for array in weights} == {mesh}
+    assert any(not array.sharding.is_fully_replicated for array in weights)
+    for array, plain in zip(weights, load_model(tmp_path / "latent").weights, strict=True):
+        assert (jax.device_get(array) == jax.device_get(plain.astype(jnp.bfloat16))).all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`jkv uptrain`: a trained folder that decodes, its curve, and what is refused."""
 
+import numpy as np
 import pytest
 
 
@@ -12,10 +13,13 @@ def text(tmp_path):
 
 def test_a_trained_model_is_written_with_its_tokenizer_and_its_curve(run_json, talking_tiny, text, tmp_path):
     out, plot = tmp_path / "trained", tmp_path / "curve.png"
-    flags = ("--steps", 4, "--warmup", 0, "--length", 16, "--batch", 2, "--learning-rate", 1e-2)
-    kept = ("--keep", tmp_path / "run", "--plot", plot, "--json")
-    (shown,) = run_json("uptrain", "--model", talking_tiny, "--text", text, "--out", out, *flags, *kept)
+    # The teacher is the model itself: at first its half of the loss is zero.
+    learning = ("--teacher", talking_tiny, "--teacher-share", 0.5, "--learning-rate", 1e-2, "--warmup", 0)
+    flags = ("--steps", 4, "--length", 16, "--batch", 2, *learning, "--keep", tmp_path / "run")
+    command = ("uptrain", "--model", talking_tiny, "--text", text, *flags)
+    (shown,) = run_json(*command, "--out", out, "--plot", plot, "--json")
     assert len(shown["losses"]) == 4
+    assert shown["losses"][0] == pytest.approx(np.log(shown["perplexity"]) / 2, rel=0.1)
     assert shown["uptrained_perplexity"] < shown["perplexity"]
     assert plot.read_bytes().startswith(b"\x89PNG")
     (inspected,) = run_json("inspect", out, "--json")

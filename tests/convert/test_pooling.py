@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.convert.measure import compare_models, make_decoder
 from jkv.convert.pooling import pool_heads
 from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.load import abstract_decoder, parameter_targets
@@ -14,7 +13,6 @@ from ..compare import assert_close
 from ..tiny import make_config
 
 CONFIG = make_config(num_heads=6, num_kv_heads=3, has_qkv_bias=True)
-TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
 def draw_parameters(config: ModelConfig, seed: int = 0) -> dict[str, jax.Array]:
@@ -37,9 +35,8 @@ def test_heads_that_are_copies_are_pooled_without_loss():
     pooled = pool_heads(config, copied, 3)
     assert pooled.config.num_kv_heads == 3
     assert all(errors == {"keys": 0, "values": 0} for errors in pooled.errors)
-    models = make_decoder(config, copied), make_decoder(pooled.config, pooled.parameters)
-    comparison = compare_models(*models, TOKENS)
-    assert_close(comparison.nll, comparison.base_nll)
+    for name, array in parameters.items():
+        np.testing.assert_array_equal(pooled.parameters[name], array)
 
 
 def test_a_pooled_head_is_the_mean_of_its_group_and_its_error_is_the_distance():

@@ -77,6 +77,7 @@ def test_gradients_of_several_batches_are_averaged_and_do_not_depend_on_remat(mo
     assert_close(uptrain(kept, text, settings).losses, trained.losses, 1e-4)
 
 
+@pytest.mark.gate
 def test_a_teacher_s_distribution_is_learnt(model, text):
     settings = replace(SETTINGS, teacher_share=1.0)
     moved = {name: array + 0.05 * jnp.sign(array) for name, array in model.parameters.items()}
