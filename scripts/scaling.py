@@ -84,14 +84,16 @@ def sent_bytes(sizes: SizesSection, layout: Layout) -> int:
     """Return the bytes that a device has to send in a decode step, sampling aside.
 
     Attention's output and the MLP's are each summed over their devices, once a layer, and so is the
-    embedding; experts' sums go over their axis too. Stripes leave partial outputs and log-sum-exps.
+    embedding; experts' sums go over their axis too, and shared experts are summed by themselves. Stripes
+    leave partial outputs and log-sum-exps.
     """
     rows = NUM_SEQUENCES // layout.data
     stream = rows * sizes.embed_dim * _ACTIVATION_BYTES
     num_mixtures = sizes.num_layers - sizes.num_dense_layers
+    num_shared = num_mixtures if sizes.experts and sizes.experts.num_shared else 0
     partial = rows * sizes.num_heads // layout.model * (sizes.head_dim + 1) * _PARTIAL_BYTES
     sums = [
-        (2 * sizes.num_layers + 1 - num_mixtures, stream, layout.model),
+        (2 * sizes.num_layers + 1 - num_mixtures + num_shared, stream, layout.model),
         (num_mixtures, stream, layout.model * layout.expert),
         (sizes.num_layers, partial, layout.context),
     ]

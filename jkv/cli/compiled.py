@@ -43,7 +43,8 @@ def compile_shown(job: Job, num_sequences: int | None, meshes: Meshes) -> dict[s
             "tokens": job.most_tokens(asked, plan.beyond(asked)),
         }
     return {
-        "target": f"{job.target.machine}:{'x'.join(map(str, job.target.chips))}",
+        "target": job.deployment.mesh.target,
+        "devices": dict(job.deployment.mesh.axes),
         "num_sequences": asked,
         "context": job.deployment.mix.longest,
         "memory": _memory(plan),
@@ -154,9 +155,15 @@ def _step(plan: CompiledPlan, phase: Phase) -> dict[str, Any]:
 
 
 def describe_compiled(shown: dict[str, Any]) -> str:
-    """Return a compiled plan as people read it."""
-    memory = shown["memory"]
+    """Return a compiled plan, with the names of its model, mesh and cache, as people read it."""
+    memory, cache = shown["memory"], shown["cache"]
+    axes = " x ".join(f"{name} {size}" for name, size in shown["devices"].items())
+    codecs = " / ".join(dict.fromkeys((cache["codec"], cache["value_codec"] or cache["codec"])))
     lines = [
+        f"model: {shown['model']}",
+        f"devices: {axes} ({shown['mesh']})",
+        f"cache: {cache['layout']}, {codecs}, pages of {cache['page_size']}",
+        "",
         f"a device of {shown['target']} with its part of {shown['num_sequences']:,} sequences of "
         f"{shown['context']:,} tokens:",
         *(_row(name.replace("_", " "), memory[name]) for name in memory if name != "aliased"),

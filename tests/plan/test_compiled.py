@@ -1,13 +1,19 @@
-"""Deployments compiled for machines that are not here: what they send, and what they hold."""
+"""Deployments compiled for machines that are not here: what they send, what they hold, and what fits."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from jkv.cli.compiled import compile_shown, describe_compiled
 from jkv.cli.plan import Arguments, make_job
+from jkv.collectives import Collective
 from jkv.plan.compiled import CompiledPlan, Job, compile_plan
-from jkv.plan.depth import costs_of
-from jkv.plan.programs import compile_phase
+from jkv.plan.depth import Costs, costs_of
+from jkv.plan.lengths import one_length
+from jkv.plan.programs import PHASES, Phase, compile_phase
 from jkv.targets import target_mesh
 
 TPU, GPU = pytest.mark.tpu_aot, pytest.mark.gpu_aot
@@ -21,6 +27,48 @@ def find_job(model: str, mesh: str, **options: object) -> Job:
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
     return job
+
+
+def make_costs(job: Job, num_sequences: int, beyond: int) -> Costs:
+    """Return the costs of a program that takes so many bytes beside weights and cache."""
+    resident = job.resident(num_sequences)
+    sent = Counter({Collective("all-reduce", 2**20, 8, num_loops=1): 161, Collective("all-reduce", 4, 8): 1})
+    return Costs(resident, 64, 64, beyond - 1000, 1000, flops=1.0, accessed=1.0, collectives=sent)
+
+
+def test_what_fits_is_confirmed_by_a_compile(monkeypatch):
+    job = make_job(Arguments(model="llama-3.1-70b", mesh="v6e-8", cache="paged-int8", context=8192))
+    hbm, compiled = job.machine.hbm_bytes, []
+
+    def compile_fake(job: Job, num_sequences: int, *, phases: Sequence[Phase] = PHASES, **_: Any):
+        compiled.append((num_sequences, tuple(phases)))
+        # More temporaries than those of 64 sequences foretell.
+        beyond = 10**7 if num_sequences == 64 else 10**9
+        costs = {phase: make_costs(job, num_sequences, beyond) for phase in phases}
+        return CompiledPlan(job, num_sequences, costs, dict.fromkeys(phases, "kernel"))
+
+    monkeypatch.setattr("jkv.cli.compiled.compile_plan", compile_fake)
+    monkeypatch.setattr("jkv.plan.compiled.compile_plan", compile_fake)
+    shown = compile_shown(job, 64, lambda: ())
+    (first, second) = compiled
+    assert first == (64, ("prefill", "decode"))
+    foretold, fits = second[0], shown["fits"]["sequences"]
+    assert job.resident(foretold) + 10**7 <= hbm
+    assert job.resident(fits) + 10**9 <= hbm < job.resident(fits + 1) + 10**9
+    assert fits < foretold
+    assert shown["memory"]["left"] == hbm - job.resident(64) - 10**7
+    longer, too_long = (
+        replace(job, deployment=replace(job.deployment, mix=one_length(shown["fits"]["tokens"] + more)))
+        for more in (0, 128)
+    )
+    assert longer.resident(64) + 10**7 <= hbm < too_long.resident(64) + 10**7
+    names = {"model": "llama-3.1-70b", "mesh": "v6e-8"}
+    cache = {"layout": "paged", "codec": "int8", "value_codec": None, "page_size": 128}
+    printed = describe_compiled(shown | names | {"cache": cache})
+    # Of the decode loop what each turn sends; of a prefill all.
+    assert printed.count("all-reduce of 8: 161 with 168,820,736 bytes, 0.739 ms") == 2
+    assert printed.count("all-reduce of 8: 1 with 4 bytes") == 1
+    assert f"sequences of 8,192 tokens that fit: {fits}" in printed
 
 
 def check(plan: CompiledPlan) -> None:
