@@ -120,13 +120,20 @@ def target_mesh(
 
     Raises:
         ModuleNotFoundError: the compiler is not installed.
+        ValueError: a mesh axis is not made of whole axes of the torus.
     """
     gpus = {"h100": _H100, "h200": _H200}
     shape = "x".join(map(str, chips))
     compiler = _gpu(gpus[machine], chips[0]) if machine in gpus else _tpu(f"{machine}:{shape}")
     topology = _topology(f"{machine}:{shape}", compiler)
-    placed = topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))
-    return Mesh(placed.devices, tuple(axes), axis_types=(axis_type,) * len(axes))
+    sizes, names = tuple(axes.values()), tuple(axes)
+    try:
+        return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(axes), devices=topology.devices)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"each mesh axis must be made of whole axes of the torus {shape}, got {dict(axes)}; choose sizes "
+            "that are products of some of them"
+        ) from error
 
 
 def _topology(name: str, compiler: _Compiler) -> Any:

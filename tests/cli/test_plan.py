@@ -223,7 +223,7 @@ COMPILED = ("plan", "--compile", "--model", "llama-3.1-70b", "--context", "8192"
             ("--mesh", "cpu-2x4"),
             "a mesh with a target, got cpu-2x4, which names none; meshes that divide",
         ),
-        (("--mesh", "v5p-64", "--batch", "12"), "must be a multiple of the 8 parts that the mesh splits"),
+        (("--mesh", "v5p-64", "--batch", "12"), "must be a multiple of the 16 parts that the mesh splits"),
         (("--mesh", "v6e-8", "--hbm", "32GB"), "--compile asks the machine of --mesh; drop --hbm"),
         ((), "--compile needs --model and --mesh; meshes of machines: h100-8, h200-8, tpu7x-4"),
     ],

@@ -85,7 +85,7 @@ def check(plan: CompiledPlan) -> None:
     ("mesh", "rows"),
     [
         pytest.param("v5e-32", 32, marks=TPU),
-        pytest.param("v5p-64", 8, marks=TPU),
+        pytest.param("v5p-64", 4, marks=TPU),
         pytest.param("v6e-8", 64, marks=TPU),
         pytest.param("tpu7x-4", 64, marks=TPU),
         pytest.param("h200-8", 64, marks=GPU),
@@ -115,6 +115,13 @@ def test_a_step_of_deepseek_v3_adds_its_experts_up_over_a_cube():
 
 
 @TPU
+def test_a_mesh_that_cuts_a_torus_is_refused():
+    find_job("llama-3.1-70b", "v5p-64")
+    with pytest.raises(ValueError, match=r"must be made of whole axes of the torus 4x4x4, got {'data': 8"):
+        target_mesh("v5p", (4, 4, 4), {"data": 8, "model": 8})
+
+
+@TPU
 def test_shallow_programs_say_what_one_of_medium_depth_takes():
     job = find_job("llama-3.1-70b", "v6e-8", cache="paged-int8")
     config = replace(job.model, num_layers=5, windows=(None,) * 5, embed_dim=2048, mlp_dim=7168)
@@ -125,5 +132,5 @@ def test_shallow_programs_say_what_one_of_medium_depth_takes():
     assert found.flops == pytest.approx(real.flops, rel=0.01)
     assert found.arguments == pytest.approx(real.arguments, rel=0.001)
     assert found.aliased == pytest.approx(real.aliased, rel=0.001)
-    # What is fetched ahead for the next layers.
-    assert real.temporaries <= 1.1 * found.temporaries
+    # Weights of the next layers are fetched ahead, a few megabytes.
+    assert abs(real.temporaries - found.temporaries) < 0.001 * job.machine.hbm_bytes
