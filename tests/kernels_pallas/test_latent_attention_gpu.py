@@ -156,17 +156,17 @@ def test_what_the_kernel_does_not_take_is_refused(arguments: LatentArguments, me
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
-    ("num_heads", "page_size", "time", "window"),
-    [(128, 64, 1, None), (16, 16, 4, 1024), (128, 128, 2, None)],
+    ("machine", "num_heads", "page_size", "time", "window"),
+    [("h200", 128, 64, 1, None), ("h200", 16, 16, 4, 1024), ("h100", 128, 128, 2, None)],
 )
 def test_kernels_for_hopper_spill_nothing_and_fit(
-    num_heads: int, page_size: int, time: int, window: int | None, tmp_path: Path
+    machine: str, num_heads: int, page_size: int, time: int, window: int | None, tmp_path: Path
 ):
     """DeepSeek-V3's heads, all and those of one of eight devices; 2^31 entries a pool and more."""
     shape = Shape(num_heads, 512, 64, 128, 128, page_size, time)
     num_pages = 2**31 // (2 * page_size * 512) + 1
     reports = compile_latent(
-        find_target("h200"), shape, num_pages=num_pages, folder=tmp_path, scale=SCALE, window=window
+        find_target(machine), shape, num_pages=num_pages, folder=tmp_path, scale=SCALE, window=window
     )
     assert len(reports) == 2
     for name, report in reports.items():

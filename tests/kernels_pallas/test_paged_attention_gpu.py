@@ -232,23 +232,33 @@ def test_what_the_kernel_does_not_take_is_refused(arguments: PagedArguments, mes
 
 
 AOT_CASES = [
-    # codec, head_dim, page_size, time, query heads of a KV head, window, soft cap
-    ("bf16", 128, 64, 1, 4, None, None),
-    ("bf16", 128, 128, 16, 8, 1024, 30.0),
-    ("bf16", 64, 16, 16, 8, 128, 30.0),
-    ("bf16", 192, 64, 4, 8, 1024, None),
-    ("bf16", 256, 16, 16, 4, 1024, 50.0),
-    ("int8", 128, 64, 1, 4, None, None),
-    ("int8", 64, 16, 16, 8, 128, 30.0),
-    ("fp8_e4m3", 128, 32, 16, 8, 1024, 30.0),
-    ("fp8_e5m2", 64, 128, 4, 8, None, None),
+    # machine, codec, head_dim, page_size, time, query heads of a KV head, window, soft cap
+    ("h200", "bf16", 128, 64, 1, 4, None, None),
+    ("h200", "bf16", 128, 128, 16, 8, 1024, 30.0),
+    ("h200", "bf16", 64, 16, 16, 8, 128, 30.0),
+    ("h200", "bf16", 192, 64, 4, 8, 1024, None),
+    ("h200", "bf16", 256, 16, 16, 4, 1024, 50.0),
+    ("h200", "int8", 128, 64, 1, 4, None, None),
+    ("h200", "int8", 64, 16, 16, 8, 128, 30.0),
+    ("h200", "fp8_e4m3", 128, 32, 16, 8, 1024, 30.0),
+    ("h100", "fp8_e5m2", 64, 128, 4, 8, None, None),
 ]
 
 
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize(("codec", "head_dim", "page_size", "time", "group", "window", "soft_cap"), AOT_CASES)
+@pytest.mark.parametrize(
+    ("machine", "codec", "head_dim", "page_size", "time", "group", "window", "soft_cap"), AOT_CASES
+)
 def test_kernels_for_hopper_spill_nothing_and_fit(
-    codec: str, head_dim: int, page_size: int, time: int, group: int, window, soft_cap, tmp_path: Path
+    machine: str,
+    codec: str,
+    head_dim: int,
+    page_size: int,
+    time: int,
+    group: int,
+    window,
+    soft_cap,
+    tmp_path: Path,
 ):
     """Page ids above 65,536, and 2^31 entries a pool and more."""
     shape = Shape(
@@ -263,7 +273,7 @@ def test_kernels_for_hopper_spill_nothing_and_fit(
     )
     num_pages = max(2**16, 2**31 // (2 * 8 * page_size * head_dim)) + 1
     reports = compile_paged(
-        find_target("h200"), shape, codec, num_pages=num_pages, folder=tmp_path, **make_options(shape)
+        find_target(machine), shape, codec, num_pages=num_pages, folder=tmp_path, **make_options(shape)
     )
     assert len(reports) == 2
     for name, report in reports.items():
