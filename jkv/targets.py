@@ -77,7 +77,13 @@ def _gpu(description: str, num_devices: int) -> _Compiler:
     return _Compiler("jax_cuda13_plugin", {"platform": "cuda", "target_config": description, **shape})
 
 
-_COMPILERS = {"v5e": _tpu("v5e:2x2"), "v6e": _tpu("v6e:2x2"), "h200": _gpu(_H200, 1)}
+_COMPILERS = {
+    "v5e": _tpu("v5e:2x2"),
+    "v5p": _tpu("v5p:2x2x1"),
+    "v6e": _tpu("v6e:2x2"),
+    "tpu7x": _tpu("tpu7x:2x2x1"),
+    "h200": _gpu(_H200, 1),
+}
 
 TARGETS = tuple(_COMPILERS)
 

@@ -4,7 +4,7 @@ from jkv.targets import target
 
 
 def test_an_unknown_machine_is_refused():
-    with pytest.raises(ValueError, match="target must be one of v5e, v6e, h200, got 'v6'"):
+    with pytest.raises(ValueError, match="target must be one of v5e, v5p, v6e, tpu7x, h200, got 'v6'"):
         target("v6")
 
 

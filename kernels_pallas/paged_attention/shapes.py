@@ -59,6 +59,7 @@ MODELS: dict[str, Shape] = {
     "llama3_70b": Shape(64, 8, 128, page_size=128, time=1, totals=(8192,) * 64),
     "llama3_70b_of_8": Shape(8, 1, 128, page_size=128, time=1, totals=(8192,) * 64),
     "qwen3_30b_a3b": Shape(32, 4, 128, page_size=128, time=1, totals=(8192,) * 64),
+    "gemma2_9b": Shape(16, 8, 256, page_size=128, time=1, totals=(8192,) * 64, soft_cap=50.0),
     "gemma3_27b_window": Shape(32, 16, 128, page_size=128, time=1, totals=(8192,) * 64, window=1024),
     "gpt_oss_120b": Shape(64, 8, 64, page_size=128, time=1, totals=(8192,) * 64, has_sinks=True),
     "gpt_oss_120b_window": Shape(

@@ -122,12 +122,17 @@ def test_what_the_kernel_does_not_take_is_refused_with_its_sizes():
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("machine", ["v5e", "v6e"])
 @pytest.mark.parametrize(
-    ("name", "codec"),
+    ("name", "codec", "machine"),
     [
-        *[(name, codec) for name in MODELS for codec in ("bf16", "int8")],
-        *[("deepseek_v3", codec) for codec in ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static")],
+        *[
+            (name, codec, machine)
+            for name in MODELS
+            for codec in ("bf16", "int8")
+            for machine in ("v5e", "v6e")
+        ],
+        *[("deepseek_v3", codec, "v6e") for codec in ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static")],
+        *[("deepseek_v3", codec, machine) for codec in ("bf16", "int8") for machine in ("v5p", "tpu7x")],
     ],
 )
 def test_the_kernel_compiles_for_tpus_within_their_memories(name: str, codec: str, machine: str):

@@ -57,6 +57,7 @@ DECODE = Shape(8, 2, 128, page_size=128, time=1, totals=(0, 1, 37, 300))
 CHUNK = Shape(4, 2, 128, page_size=32, time=7, totals=(0, 1, 37, 150), window=130, soft_cap=5.0)
 HALVES = Shape(4, 2, 64, page_size=64, time=3, totals=(3, 0, 301), window=150, has_sinks=True)
 PADDED = Shape(4, 1, 80, page_size=32, time=1, totals=(290, 0, 3), has_sinks=True)
+WIDE = Shape(4, 2, 192, page_size=32, time=3, totals=(3, 0, 150), soft_cap=5.0)
 LARGE_PAGES = Shape(4, 2, 128, page_size=256, time=1, totals=(3, 300))
 CASES = [
     (DECODE, "int8"),
@@ -77,6 +78,8 @@ CASES = [
             (PADDED, "bf16"),
             (PADDED, "int8"),
             (LARGE_PAGES, "int8"),
+            (WIDE, "bf16"),
+            (WIDE, "int8"),
         ]
     ],
 ]
@@ -264,6 +267,12 @@ AOT_CASES = [
         ("llama3_8b", codec, machine)
         for codec in ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static", "fp8_e4m3_static")
         for machine in ("v5e", "v6e")
+    ],
+    *[
+        (name, codec, machine)
+        for name in ("llama3_8b", "gemma2_9b", "gpt_oss_120b")
+        for codec in ("bf16", "int8")
+        for machine in ("v5p", "tpu7x")
     ],
 ]
 
