@@ -109,9 +109,12 @@ def read_encoder(folder: Path) -> tokenizers.Tokenizer:
             hint = "; convert its tokenizer.model with save_pretrained of transformers' fast tokenizer"
         raise ValueError(f"{folder} must have a tokenizer.json{hint}")
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        encoder = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # The library raises no class of its own.
         raise ValueError(f"{file} must describe a tokenizer, got {error}") from error
+    if not encoder.get_vocab_size():
+        raise ValueError(f"{file} must describe a tokenizer, got one without tokens")
+    return encoder
 
 
 def _read_fields(file: Path) -> dict[str, Any]:

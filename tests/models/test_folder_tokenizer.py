@@ -53,6 +53,7 @@ def add_bos_by_post_processor(encoder):
     return encoder
 
 
+_NO_TOKENS = '{"type": "BPE", "vocab": {}, "merges": []}'
 _CONFIG = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
 
 
@@ -161,7 +162,10 @@ def test_a_damaged_file_is_named(make_folder):
         Tokenizer.from_folder(folder)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {}}', '{"model": {"type": "XYZ"}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", *(f'{{"model": {model}}}' for model in ("{}", '{"type": "XYZ"}', _NO_TOKENS))],
+)
 def test_a_file_that_describes_no_tokenizer_is_named(make_folder, content):
     folder = make_folder()
     (folder / "tokenizer.json").write_text(content, encoding="utf-8")
