@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +100,47 @@ def assert_equals_the_definition(shape: Shape, dtype, width: int | None = None) 
 @pytest.mark.parametrize(("shape", "dtype"), CASES.values(), ids=CASES)
 def test_the_kernel_equals_the_definition(shape: Shape, dtype):
     assert_equals_the_definition(shape, dtype)
+
+
+# Eight blocks in one split: twice as many as are on their way at once.
+LONG = Shape(2, 1, 64, page_size=64, time=1, totals=(450,))
+
+
+def make_long_call(kernel: ModuleType):
+    """Return a call of a kernel's module for `LONG` and its arguments."""
+    arguments, num_pages = make_arguments(LONG, jnp.bfloat16)
+    options = {**make_options(LONG), "num_pages": num_pages, "tiling": Tiling(split_tokens=512)}
+    return jax.jit(functools.partial(kernel.paged_attention, **options)), arguments, num_pages
+
+
+def test_blocks_of_a_split_follow_one_another_through_its_stages():
+    call, arguments, num_pages = make_long_call(pallas_gpu)
+    out, log_sum = interpret(call, arguments)
+    expected, expected_log_sum = run_reference(LONG, arguments, num_pages)
+    assert_close(out, expected, 2 * max(relative_errors(expected, dense_attention(LONG)[0])))
+    assert_log_sums_close(log_sum, expected_log_sum, 1e-3)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("found", "replacement"),
+    [
+        ("total * tall(keep, BLOCK_TOKENS)", "total"),
+        ("sums * tall(keep, sizes.head_dim)", "sums"),
+        ("read_table(block + num_stages + 1)", "read_table(block + num_stages)"),
+    ],
+    ids=["a sum of weights not rescaled", "a sum of values not rescaled", "a block attended to twice"],
+)
+def test_a_fault_among_the_blocks_of_a_split_is_found(found: str, replacement: str):
+    source = inspect.getsource(pallas_gpu)
+    assert source.count(found) == 1
+    faulty = ModuleType("faulty")
+    exec(source.replace(found, replacement), faulty.__dict__)
+    call, arguments, num_pages = make_long_call(faulty)
+    out, _ = interpret(call, arguments)
+    expected, _ = run_reference(LONG, arguments, num_pages)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(out, expected, 2 * max(relative_errors(expected, dense_attention(LONG)[0])))
 
 
 @pytest.mark.parametrize("window", [40, None])
