@@ -4,15 +4,17 @@ For tests, snapshots and moves from one layout to another.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jkv import ops
-from jkv.cache.cache import Cache
+from jkv.cache.cache import Cache, cache_axes, check_shards
 from jkv.cache.encoding import decode
 from jkv.pytree import State, pytree
+from jkv.sharding import Sharding
 
 
 @pytree
@@ -31,36 +33,61 @@ class Canonical(State):
     lengths: Int[Array, " seq"]
 
 
-@functools.partial(jax.jit, static_argnames="num_tokens")
-def to_canonical(cache: Cache, num_tokens: int | None = None) -> Canonical:
+@functools.partial(jax.jit, static_argnames=("num_tokens", "sharding"))
+def to_canonical(
+    cache: Cache, num_tokens: int | None = None, *, sharding: Sharding | None = None
+) -> Canonical:
     """Return what the cache holds, in arrays of `num_tokens` tokens (None: its capacity).
 
-    All of it is on the device at once, in float32: for small caches, or a few sequences of a large one.
+    All of it is on the device at once, in float32: for small caches, or a few sequences of a large one. On a
+    mesh each device has its own sequences and heads, and all stripes of them.
+
+    Raises:
+        ValueError: the cache has other shards than the sharding.
     """
+    check_shards(cache, sharding)
     num_tokens = cache.capacity if num_tokens is None else num_tokens
-    keys, values = zip(*(_group(cache, index, num_tokens) for index in range(len(cache.pools))), strict=True)
+
+    def groups(cache: Cache) -> tuple[Any, Any]:
+        found = [_group(cache, index, num_tokens, sharding) for index in range(len(cache.pools))]
+        keys, values = zip(*found, strict=True)
+        return keys, values
+
+    if sharding is not None:
+        heads = tuple(sharding.spec("seq", None, group.head_axis, None) for group in cache.spec.groups)
+        groups = jax.shard_map(
+            groups,
+            mesh=sharding.mesh,
+            in_specs=(cache_axes(cache, sharding.spec),),
+            out_specs=(heads, heads),
+            check_vma=False,
+        )
+    keys, values = groups(cache)
     return Canonical(keys=keys, values=values, lengths=cache.lengths)
 
 
-@jax.jit
-def from_canonical(canonical: Canonical, cache: Cache) -> Cache:
+@functools.partial(jax.jit, static_argnames="sharding")
+def from_canonical(canonical: Canonical, cache: Cache, *, sharding: Sharding | None = None) -> Cache:
     """Return `cache` with what the canonical form holds written after what its own sequences hold.
 
     The cache has usually just been made; its tables must name the pages. A sequence that does not fit is
     refused whole and counted, as by `Cache.begin`.
 
     Raises:
-        ValueError: the shapes are not those of the cache, or longer than its windows take at once.
+        ValueError: the shapes are not those of the cache, or longer than its windows take at once, or the
+            cache has other shards than the sharding.
     """
     num_tokens = canonical.keys[0][0].shape[1]
     cache, batch = cache.begin(canonical.lengths, time=num_tokens)
     for group, layers in enumerate(zip(canonical.keys, canonical.values, strict=True)):
         for layer, (keys, values) in enumerate(zip(*layers, strict=True)):
-            cache = ops.append(cache, (group, layer), batch, keys, values)
+            cache = ops.append(cache, (group, layer), batch, keys, values, sharding=sharding)
     return cache
 
 
-def _group(cache: Cache, index: int, num_tokens: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _group(
+    cache: Cache, index: int, num_tokens: int, sharding: Sharding | None
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Return the keys and the values of each layer of a group."""
     pool, group, page_size = cache.pools[index], cache.spec.groups[index], cache.spec.page_size
     width = pool.page_table.shape[1]
@@ -72,12 +99,20 @@ def _group(cache: Cache, index: int, num_tokens: int) -> tuple[tuple[jax.Array, 
     if cache.is_ring(index):
         is_held &= positions[None] >= (cache.peaks - width * page_size)[:, None]
 
+    def all_stripes(heads: jax.Array) -> jax.Array:
+        """Add up what each device has of the tokens."""
+        if sharding is None or sharding.size("context") == 1:
+            return heads
+        stripes = jax.lax.div(positions, jnp.int32(page_size)) % cache.spec.num_stripes
+        is_own = (stripes == sharding.index("context"))[None, :, None, None]
+        return jax.lax.psum(jnp.where(is_own, heads, 0), sharding.mesh_axis("context"))
+
     def layer_heads(scales: jax.Array | None, which: int, layer: int) -> jax.Array:
         taken = ops.read_pages(cache, index, which, table + layer * pool.num_pages)
         taken = jax.tree.map(
             lambda array: array.reshape(table.shape[0], -1, *array.shape[3:])[:, slots], taken
         )
-        heads = decode(group.codecs[which], taken, None if scales is None else scales[layer])
+        heads = all_stripes(decode(group.codecs[which], taken, None if scales is None else scales[layer]))
         if which == 0 and pool.recent is not None:
             heads = _with_recent(pool.recent, heads, cache.lengths, positions, layer)
         return jnp.where(is_held[..., None, None], heads, 0)

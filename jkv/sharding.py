@@ -13,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv.axes import AXES
 
+# A dimension's logical axis, or several that split it, outermost first.
+Axis = str | tuple[str, ...] | None
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -52,31 +55,46 @@ class Sharding:
                 "query heads are split with their KV heads, so the rules for 'q_head' and 'kv_head' must be "
                 f"equal, got {rules.get('q_head')!r} and {rules.get('kv_head')!r}"
             )
+        for axis in ("seq", "q_head"):
+            if rules.get("context") is not None and rules.get("context") == rules.get(axis):
+                raise ValueError(
+                    "devices that share a sequence's pages have the same queries, so the rules for 'context' "
+                    f"and {axis!r} must differ, got {rules.get(axis)!r} for both"
+                )
         if any(rules.get(axis) is not None for axis in ("head_dim", "slot", "latent", "rope")):
             raise ValueError("'head_dim', 'slot', 'latent' and 'rope' are never split; drop their rules")
         return cls(mesh, tuple((axis, to) for axis, to in rules.items() if to is not None))
 
-    def spec(self, *axes: str | None) -> PartitionSpec:
+    def spec(self, *axes: Axis) -> PartitionSpec:
         """Return the PartitionSpec of an array whose dimensions are the logical `axes`.
 
         Raises:
             ValueError: two of the dimensions would be split over one mesh axis.
         """
         rules = dict(self.rules)
-        parts = [rules.get(axis) if axis else None for axis in axes]
-        used = [part for part in parts if part]
+        parts = [[rules[one] for one in _names(axis) if one in rules] for axis in axes]
+        used = [name for part in parts for name in part]
         if len(used) != len(set(used)):
-            raise ValueError(f"axes {axes} would use a mesh axis twice: {parts}")
-        return PartitionSpec(*parts)
+            raise ValueError(f"axes {axes} would use a mesh axis twice: {used}")
+        return PartitionSpec(*(part[0] if len(part) == 1 else tuple(part) or None for part in parts))
 
-    def named(self, *axes: str | None) -> NamedSharding:
+    def named(self, *axes: Axis) -> NamedSharding:
         """Return the NamedSharding of an array whose dimensions are the logical `axes`."""
         return NamedSharding(self.mesh, self.spec(*axes))
 
+    def mesh_axis(self, axis: str | None) -> str | None:
+        """Return the mesh axis that splits the logical `axis`; None where it is whole."""
+        return dict(self.rules).get(axis) if axis else None
+
     def size(self, axis: str | None) -> int:
         """Return how many parts the logical `axis` is split into; a dimension without a name is whole."""
-        mesh_axis = dict(self.rules).get(axis) if axis else None
+        mesh_axis = self.mesh_axis(axis)
         return self.mesh.shape[mesh_axis] if mesh_axis else 1
+
+    def index(self, axis: str) -> jax.Array | int:
+        """Return which part of the logical axis this device has, inside `shard_map`."""
+        mesh_axis = self.mesh_axis(axis)
+        return jax.lax.axis_index(mesh_axis) if mesh_axis else 0
 
     def check_divides(self, axis: str | None, size: int) -> None:
         """Refuse a dimension that its mesh axis does not divide.
@@ -87,7 +105,7 @@ class Sharding:
         if size % self.size(axis):
             raise ValueError(
                 f"{axis!r} has {size} entries, which {self.size(axis)} shards of mesh axis "
-                f"{dict(self.rules).get(axis or '')!r} do not divide"
+                f"{self.mesh_axis(axis)!r} do not divide"
             )
 
     @property
@@ -99,3 +117,7 @@ class Sharding:
     def is_explicit(self) -> bool:
         """Whether the mesh's axes carry shardings in array types."""
         return any(kind == jax.sharding.AxisType.Explicit for kind in self.mesh.axis_types)
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else (axis,) if axis else ()

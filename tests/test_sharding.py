@@ -18,6 +18,8 @@ def test_a_spec_has_the_mesh_axis_of_each_logical_axis():
     sharding = make_sharding()
     assert sharding.spec("page", "kv_head", None, None) == PartitionSpec("data", "model", None, None)
     assert sharding.spec("embed", "vocab") == PartitionSpec(None, None)
+    assert sharding.spec(("embed", "mlp"), "seq") == PartitionSpec("model", "data")
+    assert sharding.spec(("seq", "mlp"), None) == PartitionSpec(("data", "model"), None)
     assert sharding.named("seq").mesh is sharding.mesh
 
 
@@ -42,6 +44,8 @@ def test_axis_types_are_known():
         ({"mlp": "modle"}, r"rule 'mlp' must name one of the mesh axes \('data', 'model'\), got 'modle'"),
         ({"page": "model"}, "'page' and 'seq' must be equal, got 'model' and 'data'"),
         ({"q_head": None}, "'q_head' and 'kv_head' must be equal, got None and 'model'"),
+        ({"context": "model"}, "'context' and 'q_head' must differ, got 'model' for both"),
+        ({"context": "data"}, "'context' and 'seq' must differ, got 'data' for both"),
         ({"slot": "data"}, "'head_dim', 'slot', 'latent' and 'rope' are never split"),
         ({"latent": "data"}, "are never split; drop their rules"),
     ],

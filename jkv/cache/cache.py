@@ -26,7 +26,8 @@ class Pool(State):
     """Pages of one cache group, all its layers in one array, and the table that names them.
 
     Layer `i` owns pages `[i * num_pages, (i + 1) * num_pages)` of each shard. Page `p` of a sequence is named
-    in column `p` of the table, modulo its width: a window's table is as wide as the pages that it keeps.
+    in column `p` of the table, modulo its width: a window's table is as wide as the pages that it keeps. Its
+    width is a multiple of the stripes, so that page and column are of one stripe, whose shard has the page.
 
     Attributes:
         keys: arrays whose leading axes are page and KV head; how slots lie in a page is the layout's.
@@ -115,7 +116,8 @@ class Cache(State):
             spec: sizes and codecs.
             num_sequences: rows of the batch.
             capacity: tokens that a sequence may hold; the width of the tables follows from it.
-            num_pages: pages of each group, that all sequences share; on a mesh, those of each shard of them.
+            num_pages: pages of each group, that all sequences share; on a mesh, those of each shard of the
+                sequences and of their stripes.
             scales: as `dense`.
             sharding: as `dense`.
 
@@ -284,27 +286,53 @@ class Cache(State):
         return room
 
 
-def cache_sharding(cache: Cache, sharding: Sharding) -> Cache:
-    """Return a cache-shaped tree of NamedShardings: pages go with their sequences, heads over their axis."""
-    rows = sharding.named("seq")
+def cache_axes(cache: Cache, place: Callable[..., Any]) -> Any:
+    """Return a cache-shaped tree of what `place`, of a `Sharding`, makes of each array's logical axes."""
+    rows = place("seq")
     pairs = zip(cache.pools, cache.spec.groups, strict=True)
-    pools = tuple(pool_axes(pool, group, sharding.named) for pool, group in pairs)
+    pools = tuple(pool_axes(pool, group, place) for pool, group in pairs)
     return cache.replace(pools=pools, lengths=rows, peaks=rows, num_dropped=rows)
 
 
 def pool_axes(pool: Pool, group: CacheGroup, place: Callable[..., Any]) -> Any:
-    """Return a pool-shaped tree of what `place` makes of each array's logical axes."""
+    """Return a pool-shaped tree of what `place` makes of each array's logical axes.
+
+    Pages go with their sequences and stripes, heads over their axis; a stripe has the tables of all.
+    """
     heads = group.head_axis
 
-    def pages(array: Any) -> Any:
-        return place("page", heads, *[None] * (array.ndim - 2))
+    def split(first: Any) -> Callable[[Any], Any]:
+        return lambda array: place(first, heads, *[None] * (array.ndim - 2))
 
-    scales = {
-        name: None if getattr(pool, name) is None else place(None, heads)
-        for name in ("key_scale", "value_scale")
-    }
-    stored = {name: jax.tree.map(pages, getattr(pool, name)) for name in ("keys", "values", "recent")}
-    return pool.replace(**stored, page_table=place("seq", None), **scales)
+    return pool.replace(
+        keys=jax.tree.map(split(("page", "context")), pool.keys),
+        values=jax.tree.map(split(("page", "context")), pool.values),
+        recent=jax.tree.map(split("seq"), pool.recent),
+        page_table=place("seq", None),
+        key_scale=jax.tree.map(split(None), pool.key_scale),
+        value_scale=jax.tree.map(split(None), pool.value_scale),
+    )
+
+
+def check_shards(cache: Cache, sharding: Sharding | None) -> None:
+    """Refuse pools of other shards than the sharding's, in which a page id names another page.
+
+    Raises:
+        ValueError: says how many shards there are, and how many are asked for.
+    """
+    asked = sharding.size("seq") * sharding.size("context") if sharding else 1
+    for group, pool in zip(cache.spec.groups, cache.pools, strict=True):
+        num_shards = pool.keys.data.shape[0] // (group.num_layers * pool.num_pages)
+        if num_shards != asked:
+            raise ValueError(
+                f"page ids are those of a shard, got a cache of {num_shards} shards in a call of {asked};"
+                " give the sharding that it was made with, or call this inside shard_map without one"
+            )
+    if sharding is None and cache.spec.num_stripes > 1:
+        raise ValueError(
+            f"each device has one of {cache.spec.num_stripes} stripes of a sequence's pages; give the "
+            "sharding that the cache was made with, outside shard_map"
+        )
 
 
 def _check_outputs(outputs: Outputs) -> None:
@@ -330,6 +358,12 @@ def _slots(
 
 
 def _check_mesh(spec: CacheSpec, num_sequences: int, sharding: Sharding | None) -> None:
+    num_stripes = 1 if sharding is None else sharding.size("context")
+    if spec.num_stripes != num_stripes:
+        raise ValueError(
+            f"the specification's num_stripes must be the devices of the rule 'context', {num_stripes}, "
+            f"got {spec.num_stripes}"
+        )
     if sharding is not None:
         sharding.check_divides("seq", num_sequences)
         for group in spec.groups:
@@ -372,7 +406,7 @@ def _maker(
             )
             for group in spec.groups
         ]
-        placement = cache_sharding(jax.eval_shape(make, shapes), sharding)
+        placement = cache_axes(jax.eval_shape(make, shapes), sharding.named)
     return jax.jit(make, out_shardings=placement)
 
 
@@ -389,14 +423,15 @@ def _empty(
     rows = num_sequences // num_shards
     pools = []
     for index, (group, (key_scale, value_scale)) in enumerate(zip(spec.groups, scales, strict=True)):
-        width = spec.pages_for(capacity, index)
+        width = spec.table_width(capacity, index)
         if num_pages is None:
-            pages = rows * width
-            table = jnp.tile(jnp.arange(pages, dtype=jnp.int32).reshape(rows, width), (num_shards, 1))
+            pages = rows * spec.stripe_pages(capacity, index)
+            table = jnp.arange(pages, dtype=jnp.int32).reshape(rows, -1)
+            table = jnp.tile(jnp.repeat(table, spec.num_stripes, axis=1), (num_shards, 1))
         else:
             pages = num_pages[index]
             table = jnp.full((num_sequences, width), -1, jnp.int32)
-        keys, values = _empty_pages(spec, group, num_shards * pages)
+        keys, values = _empty_pages(spec, group, num_shards * spec.num_stripes * pages)
         recent = group.recent_keys(num_sequences, spec.page_size)
         pools.append(
             Pool(

@@ -1,16 +1,18 @@
 """Functions from cache to cache that move whole sequences: clear, select, fork, copy pages.
 
-Know pages and tables; nothing of what a page holds. Page ids are those of one device: on a mesh they are
-called inside `shard_map`, each shard with its own sequences, and refused outside.
+Know pages and tables; nothing of what a page holds. Page ids and rows are those of a shard of sequences, and
+no sequence leaves its shard: on a mesh `rows` counts from the shard's first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jkv.cache.cache import Cache, Pool
+from jkv.cache.cache import Cache, Pool, cache_axes, check_shards
+from jkv.sharding import Sharding
 
 
 def clear(cache: Cache, is_cleared: Bool[Array, " seq"]) -> Cache:
@@ -20,7 +22,7 @@ def clear(cache: Cache, is_cleared: Bool[Array, " seq"]) -> Cache:
     return cache.replace(lengths=lengths, peaks=peaks, num_dropped=num_dropped)
 
 
-def select(cache: Cache, rows: Int[Array, " seq"]) -> Cache:
+def select(cache: Cache, rows: Int[Array, " seq"], *, sharding: Sharding | None = None) -> Cache:
     """Return the cache in which sequence `i` holds what sequence `rows[i]` held, copied into its own pages.
 
     Any row may be named more than once: the beams of a search, or one prompt for all. Every sequence needs as
@@ -29,16 +31,29 @@ def select(cache: Cache, rows: Int[Array, " seq"]) -> Cache:
     Args:
         cache: consumed where the caller donates it. One layer of it is copied at a time.
         rows: in `[0, seq)`.
+        sharding: that of the cache.
 
     Raises:
-        ValueError: the sequences are split over a mesh.
+        ValueError: the cache has other shards than the sharding.
     """
-    _check_one_shard(cache)
-    pools = tuple(_copy(pool, pool.page_table[rows], pool.page_table) for pool in cache.pools)
-    return _with_rows(cache.replace(pools=pools), cache, rows)
+
+    def local(cache: Cache, stripe: Any, rows: Int[Array, " seq"]) -> Cache:
+        pools = tuple(
+            _copy(pool, _of_stripe(cache, stripe, pool.page_table[rows]), pool.page_table)
+            for pool in cache.pools
+        )
+        return _with_rows(cache.replace(pools=pools), cache, rows)
+
+    return _on_shards(local, cache, sharding, rows)
 
 
-def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq _"]]) -> Cache:
+def fork(
+    cache: Cache,
+    rows: Int[Array, " seq"],
+    pages: Sequence[Int[Array, "seq _"]],
+    *,
+    sharding: Sharding | None = None,
+) -> Cache:
     """Return the cache in which sequence `i` continues sequence `rows[i]`, whole pages shared between them.
 
     The page that a sequence will write next is copied if it is partly filled; a window's pages all are, since
@@ -49,12 +64,12 @@ def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq
         rows: in `[0, seq)`.
         pages: for each group the pages that each sequence copies to: one, or for a window as many as its
             table is wide. -1 where there is nothing to copy. A page that is needed and not given is left out
-            of the table, so that the next write is refused.
+            of the table, so that the next write is refused. Of several stripes, in that of the page copied.
+        sharding: that of the cache.
 
     Raises:
-        ValueError: `pages` does not have these shapes, or the sequences are split over a mesh.
+        ValueError: `pages` does not have these shapes, or the cache has other shards than the sharding.
     """
-    _check_one_shard(cache)
     num_seqs = cache.lengths.shape[0]
     widths = [
         pool.page_table.shape[1] if cache.is_ring(index) else 1 for index, pool in enumerate(cache.pools)
@@ -64,6 +79,11 @@ def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq
             f"pages must have the shapes {[(num_seqs, width) for width in widths]}, "
             f"got {[page.shape for page in pages]}"
         )
+    return _on_shards(_fork, cache, sharding, rows, *pages)
+
+
+def _fork(cache: Cache, stripe: Any, rows: Int[Array, " seq"], *pages: Int[Array, "seq _"]) -> Cache:
+    num_seqs = cache.lengths.shape[0]
     is_moved = rows != jnp.arange(num_seqs, dtype=rows.dtype)
     page_size = cache.spec.page_size
     pools = []
@@ -79,36 +99,64 @@ def fork(cache: Cache, rows: Int[Array, " seq"], pages: Sequence[Int[Array, "seq
             table = jnp.where(columns * page_size < lengths, table, -1)
         is_copied &= is_moved[:, None]
         forked = jnp.where(is_copied, jnp.asarray(target, jnp.int32), table)
-        pool = _copy(pool, jnp.where(is_copied, table, -1), jnp.where(is_copied, forked, -1))
+        sources = _of_stripe(cache, stripe, jnp.where(is_copied, table, -1))
+        pool = _copy(pool, sources, jnp.where(is_copied, forked, -1))
         pools.append(pool.replace(page_table=jnp.where(is_moved[:, None], forked, pool.page_table)))
     return _with_rows(cache.replace(pools=tuple(pools)), cache, rows)
 
 
-def copy_pages(cache: Cache, sources: Sequence[Int[Array, "_"]], targets: Sequence[Int[Array, "_"]]) -> Cache:
+def copy_pages(
+    cache: Cache,
+    sources: Sequence[Int[Array, "_"]],
+    targets: Sequence[Int[Array, "_"]],
+    *,
+    sharding: Sharding | None = None,
+) -> Cache:
     """Return the cache with pages copied in every layer, as the books of a copy-on-write say.
 
     Args:
         cache: consumed where the caller donates it; its tables are left to `Cache.assign`.
-        sources: pages of each group; -1 copies none.
+        sources: pages of each group; -1 copies none. On a mesh those of each shard of pages, as many of each,
+            one after another: shards of sequences first, of each its stripes.
         targets: where each goes, all different.
+        sharding: that of the cache.
 
     Raises:
-        ValueError: the sequences are split over a mesh.
+        ValueError: the cache has other shards than the sharding.
     """
-    _check_one_shard(cache)
-    triples = zip(cache.pools, sources, targets, strict=True)
-    return cache.replace(pools=tuple(_copy(*triple) for triple in triples))
+
+    def local(cache: Cache, stripe: Any, *pages: Int[Array, "_"]) -> Cache:
+        triples = zip(cache.pools, pages[: len(sources)], pages[len(sources) :], strict=True)
+        return cache.replace(pools=tuple(_copy(*triple) for triple in triples))
+
+    return _on_shards(local, cache, sharding, *sources, *targets, first=("page", "context"))
 
 
-def _check_one_shard(cache: Cache) -> None:
-    """Refuse pools of several shards, in which a page id names another page than in one."""
-    for group, pool in zip(cache.spec.groups, cache.pools, strict=True):
-        num_shards = pool.keys.data.shape[0] // (group.num_layers * pool.num_pages)
-        if num_shards > 1:
-            raise ValueError(
-                "sequences are moved within one shard, whose page ids are its own, got a cache of "
-                f"{num_shards} shards; call this inside shard_map, each shard with its own rows"
-            )
+def _on_shards(
+    local: Callable[..., Cache],
+    cache: Cache,
+    sharding: Sharding | None,
+    *arrays: Array,
+    first: str | tuple[str, ...] = "seq",
+) -> Cache:
+    """Call `local(cache, stripe, *arrays)` with what each shard has of the cache and of the arrays."""
+    check_shards(cache, sharding)
+    if sharding is None:
+        return local(cache, 0, *arrays)
+    places = cache_axes(cache, sharding.spec)
+    return jax.shard_map(
+        lambda cache, *arrays: local(cache, sharding.index("context"), *arrays),
+        mesh=sharding.mesh,
+        in_specs=(places, *[sharding.spec(first, *[None] * (array.ndim - 1)) for array in arrays]),
+        out_specs=places,
+        check_vma=False,
+    )(cache, *arrays)
+
+
+def _of_stripe(cache: Cache, stripe: Any, table: Int[Array, "seq max_pages"]) -> Int[Array, "seq max_pages"]:
+    """Return a table in which only the pages of a stripe are named."""
+    columns = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(columns % cache.spec.num_stripes == stripe, table, -1)
 
 
 def _with_rows(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:

@@ -128,12 +128,15 @@ class CacheSpec:
         page_size: tokens of one page.
         max_chunk: new tokens that a sequence may get in one step where a group has a window.
         layout: how the slots of a page lie, and the device whose padding and limits hold; `plain` has none.
+        num_stripes: devices that share the pages of each sequence, those of the rule `context`: page `p` is
+            on device `p` modulo their number.
     """
 
     groups: tuple[CacheGroup, ...]
     page_size: int
     max_chunk: int
     layout: PoolLayout = "plain"
+    num_stripes: int = 1
 
     @classmethod
     def create(
@@ -143,6 +146,7 @@ class CacheSpec:
         page_size: int,
         max_chunk: int = 256,
         layout: PoolLayout = "plain",
+        num_stripes: int = 1,
     ) -> "CacheSpec":
         """Check and build a specification.
 
@@ -161,7 +165,9 @@ class CacheSpec:
         for group in groups:
             for codec, dim in zip(group.codecs, group.dims, strict=True):
                 codec.check(head_dim=dim, page_size=page_size)
-        spec = cls(tuple(groups), page_size, max_chunk, layout)
+        if num_stripes < 1:
+            raise ValueError(f"pages must have at least 1 stripe, got {num_stripes}")
+        spec = cls(tuple(groups), page_size, max_chunk, layout, num_stripes)
         _check_layout(spec)
         return spec
 
@@ -196,16 +202,31 @@ class CacheSpec:
         return sum(array.padded_bytes(self.layout) for group in self.groups for array in group.scale_arrays)
 
     def pages_for(self, num_tokens: int, group: int = 0) -> int:
-        """Return the pages that a sequence of `num_tokens` takes in a group; a window's are bounded."""
-        window = self.groups[group].window
-        if window is not None:
-            num_tokens = min(num_tokens, window + self.max_chunk)
-        return -(-num_tokens // self.page_size)
+        """Return the pages that a sequence of `num_tokens` takes in a group, those of all stripes.
+
+        A window's are bounded, by as many of each stripe.
+        """
+        pages, window = -(-num_tokens // self.page_size), self.groups[group].window
+        if window is None:
+            return pages
+        kept = -(-(window + self.max_chunk) // self.page_size)
+        return min(pages, -(-kept // self.num_stripes) * self.num_stripes)
+
+    def stripe_pages(self, num_tokens: int, group: int = 0) -> int:
+        """Return the pages of `pages_for` that a device has: of several stripes the first, which has most."""
+        return -(-self.pages_for(num_tokens, group) // self.num_stripes)
+
+    def table_width(self, capacity: int, group: int = 0) -> int:
+        """Return the columns of a group's page table: whole rounds of stripes."""
+        return self.num_stripes * self.stripe_pages(capacity, group)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes that a sequence of `num_tokens` takes, in whole pages and with their padding."""
+        """Return the bytes that a sequence of `num_tokens` takes, in whole pages and with their padding.
+
+        Of several stripes those on the first device, as in all that follows.
+        """
         return self.bytes_per_sequence + sum(
-            self.pages_for(num_tokens, index) * group.page_bytes(self.page_size, self.layout)
+            self.stripe_pages(num_tokens, index) * group.page_bytes(self.page_size, self.layout)
             for index, group in enumerate(self.groups)
         )
 
@@ -230,12 +251,12 @@ class CacheSpec:
 
     def table_bytes(self, num_sequences: int, capacity: int) -> int:
         """Return the bytes of the page tables, and of three counts a sequence."""
-        width = sum(self.pages_for(capacity, group) for group in range(len(self.groups)))
+        width = sum(self.table_width(capacity, group) for group in range(len(self.groups)))
         return 4 * num_sequences * (width + 3)
 
     def tokens_in(self, budget_bytes: int) -> int:
-        """Return the tokens, in whole pages, whose keys and values fit in `budget_bytes`."""
-        return budget_bytes // self.padded_bytes_per_page * self.page_size
+        """Return the tokens, in whole pages, whose keys and values fit in `budget_bytes` of each device."""
+        return self.num_stripes * (budget_bytes // self.padded_bytes_per_page) * self.page_size
 
     def split_heads(self, num_ways: int) -> "CacheSpec":
         """Return the specification of one device of `num_ways` that share the KV heads.

@@ -123,10 +123,14 @@ def _devices(config: DecodeConfig) -> str:
 
 def _specs(mesh: MeshSection) -> str:
     lines = [
-        f"  {array:24}{' '.join(axes):30}P({', '.join(map(str, mesh.spec(axes)))})"
+        f"  {array:24}{' '.join(map(_dimension, axes)):38}P({', '.join(map(_dimension, mesh.spec(axes)))})"
         for array, axes in LOGICAL_ARRAYS.items()
     ]
     return "\n".join(["partition specs:", *lines, ""])
+
+
+def _dimension(axes: str | tuple[str, ...] | None) -> str:
+    return f"({' '.join(axes)})" if isinstance(axes, tuple) else str(axes)
 
 
 def _weights(config: DecodeConfig, sizes: SizesSection) -> str:
@@ -151,6 +155,8 @@ def _cache(config: DecodeConfig, model: ModelConfig) -> str:
         f"cache: {_bytes(spec.bytes_per_token)} a token, {_bytes(spec.bytes_per_page)} a page",
         f"  pool layout: {cache.pool_layout} -> {spec.layout}, {_bytes(spec.padded_bytes_per_page)} a page",
     ]
+    if spec.num_stripes > 1:
+        lines.append(f"  the pages of a sequence go round {spec.num_stripes} devices")
     if model.kv_copies > 1:
         heads = model.num_kv_heads // model.kv_copies
         lines.append(f"  each of {heads} KV heads is held by {model.kv_copies} devices of its axis")
@@ -158,19 +164,22 @@ def _cache(config: DecodeConfig, model: ModelConfig) -> str:
     groups = describe_groups(model, spec, max_chunk=longest)
     lines += [_group(model, **group) for group in groups]
     sequences = config.engine.max_sequences
+    shards = mesh.shards("page") * spec.num_stripes
     if cache.num_pages != "auto":
         # No group gets more pages than its tables can name.
         tokens = model.max_length if cache.capacity == "auto" else cache.capacity
         rows = sequences // mesh.shards("page")
-        pools = [min(cache.num_pages, rows * spec.pages_for(tokens, index)) for index in range(len(groups))]
-        pages = " and ".join(f"{mesh.shards('page') * pool:,}" for pool in pools)
-        total = mesh.shards("page") * spec.paged_bytes(rows, pools)
+        pools = [
+            min(cache.num_pages, rows * spec.stripe_pages(tokens, index)) for index in range(len(groups))
+        ]
+        pages = " and ".join(f"{shards * pool:,}" for pool in pools)
+        total = shards * spec.paged_bytes(rows, pools)
         lines.append(f"  a pool of {pages} pages: {_bytes(total)}")
         on_device = spec.split_heads(mesh.shards("kv_head")).paged_bytes(rows, pools)
         return "\n".join([*lines, f"  on a device: {_bytes(on_device)}", ""])
     if cache.capacity == "auto":
         return "\n".join([*lines, "  a sequence holds its prompt and new tokens", ""])
-    total = spec.dense_bytes(sequences, cache.capacity)
+    total = spec.num_stripes * spec.dense_bytes(sequences, cache.capacity)
     on_device = spec.split_heads(mesh.shards("kv_head")).dense_bytes(
         sequences // mesh.shards("page"), cache.capacity
     )

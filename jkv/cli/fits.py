@@ -136,7 +136,7 @@ def check_memory(config: DecodeConfig, plan: CachePlan) -> None:
     # Latents lie whole on every device of the KV heads' axis.
     is_split = all(group.kind == "gqa" for group in plan.spec.groups)
     ways = config.mesh.shards("kv_head") if is_split else 1
-    available = _memory_bytes(config.mesh.shards("page") * ways)
+    available = _memory_bytes(config.mesh.shards("page") * plan.spec.num_stripes * ways)
     if available is None or plan.nbytes <= available:
         return
     pages = "" if plan.num_pages is None else f" from a pool of {plan.num_pages[0]:,} pages"

@@ -132,9 +132,9 @@ def make_settings(arguments: Arguments, shown: dict[str, Any]) -> Settings:
     mesh = deployment.mesh
     memory = shown["hbm"] or 141 * 10**9
     return Settings(
-        spec=deployment.spec.split_heads(mesh.shards("kv_head")),
+        spec=replace(deployment.spec.split_heads(mesh.shards("kv_head")), num_stripes=1),
         num_sequences=-(-shown["num_sequences"] // mesh.shards("page")),
-        num_tokens=ceil(deployment.held.mean(lambda length: length)),
+        num_tokens=ceil(deployment.held.mean(lambda length: length) / mesh.shards("context")),
         memory=memory,
         taken=shown["reserve"] + shown["total"] - shown["pool_bytes"],
     )
@@ -275,7 +275,7 @@ def make_deployment(arguments: Arguments) -> Deployment:
             "use dense"
         )
     return Deployment(
-        spec=_spec(arguments, _groups(arguments, sizes)),
+        spec=_spec(arguments, _groups(arguments, sizes), mesh.shards("context")),
         mix=mix,
         mesh=mesh,
         sizes=sizes,
@@ -404,7 +404,7 @@ def _cache(arguments: Arguments) -> CacheSection:
     return replace(cache, **{name: value for name, value in given.items() if value is not None})
 
 
-def _spec(arguments: Arguments, groups: Sequence[CacheGroup]) -> CacheSpec:
+def _spec(arguments: Arguments, groups: Sequence[CacheGroup], num_stripes: int = 1) -> CacheSpec:
     """Return the cache; all tokens of a step may be of one sequence, and its windows keep room for them."""
     cache = _cache(arguments)
     layout = arguments.pool_layout or cache.pool_layout
@@ -413,6 +413,7 @@ def _spec(arguments: Arguments, groups: Sequence[CacheGroup]) -> CacheSpec:
         page_size=cache.page_size,
         max_chunk=arguments.step_tokens or _STEP_TOKENS,
         layout="plain" if layout == "auto" else layout,
+        num_stripes=num_stripes,
     )
 
 

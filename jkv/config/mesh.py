@@ -46,12 +46,14 @@ class MeshRules(Section):
     context: MeshAxis = None
 
 
-# The logical axes of what a model and its cache hold: a mesh axis may split one axis of each.
-LOGICAL_ARRAYS: dict[str, tuple[str, ...]] = {
+# The logical axes of what a model and its cache hold: a mesh axis may split one axis of each. Two of one
+# dimension split it one after the other.
+LOGICAL_ARRAYS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "embedding": ("vocab", "embed"),
     "query projection": ("layer", "embed", "q_head"),
     "key, value projection": ("layer", "embed", "kv_head"),
     "output projection": ("layer", "q_head", "embed"),
+    "mlp hidden": ("seq", "time", "mlp"),
     "mlp in": ("layer", "embed", "mlp"),
     "mlp out": ("layer", "mlp", "embed"),
     "experts in": ("layer", "expert", "embed", "mlp"),
@@ -61,9 +63,9 @@ LOGICAL_ARRAYS: dict[str, tuple[str, ...]] = {
     "queries": ("seq", "time", "q_head", "head_dim"),
     "queries, ragged": ("token", "q_head", "head_dim"),
     "logits": ("seq", "vocab"),
-    "pool": ("page", "kv_head", "slot", "head_dim"),
-    "pool, latent": ("page", "slot", "latent"),
-    "pool, rotary": ("page", "slot", "rope"),
+    "pool": (("page", "context"), "kv_head", "slot", "head_dim"),
+    "pool, latent": (("page", "context"), "slot", "latent"),
+    "pool, rotary": (("page", "context"), "slot", "rope"),
 }
 
 
@@ -90,9 +92,14 @@ class MeshSection(Section):
         """Devices of the mesh."""
         return prod(size for _, size in self.axes)
 
-    def spec(self, logical_axes: Sequence[str]) -> tuple[str | None, ...]:
+    def spec(self, logical_axes: Sequence[str | tuple[str, ...]]) -> tuple[str | tuple[str, ...] | None, ...]:
         """Return the entries of the PartitionSpec of an array with these logical axes."""
-        return tuple(getattr(self.rules, axis, None) for axis in logical_axes)
+        parts = [self._mesh_axes(axis) for axis in logical_axes]
+        return tuple(part[0] if len(part) == 1 else part or None for part in parts)
+
+    def _mesh_axes(self, axis: str | tuple[str, ...]) -> tuple[str, ...]:
+        names = (axis,) if isinstance(axis, str) else axis
+        return tuple(name for one in names if (name := getattr(self.rules, one, None)) is not None)
 
     def shards(self, logical_axis: str) -> int:
         """Return how many parts the logical axis is split into."""
@@ -157,7 +164,8 @@ def _unequal(rules: MeshRules) -> Iterator[Conflict]:
 def _clashes(rules: MeshRules) -> Iterator[Conflict]:
     """Find mesh axes that split two axes of one array; each pair of axes is said once."""
     seen = set()
-    for array, axes in LOGICAL_ARRAYS.items():
+    for array, dimensions in LOGICAL_ARRAYS.items():
+        axes = [axis for one in dimensions for axis in ((one,) if isinstance(one, str) else one)]
         for first, second in itertools.combinations(axes, 2):
             name = getattr(rules, first, None)
             if name is not None and name == getattr(rules, second, None) and {first, second} not in seen:

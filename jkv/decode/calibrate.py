@@ -73,7 +73,8 @@ def calibrate(
         chunk: tokens of a step. Memory follows it and the longest prompt; the result does not depend on it.
 
     Raises:
-        ValueError: no codec is static, an argument cannot be honoured, or a key or value is not finite.
+        ValueError: no codec is static, pages are in stripes, an argument cannot be honoured, or a key or
+            value is not finite.
     """
     decoding.check()
     _check(method, percentile, per, chunk)
@@ -109,6 +110,11 @@ def _check(method: Method, percentile: float, per: Per, chunk: int) -> None:
 
 def _sites(spec: CacheSpec) -> tuple[_Site, ...]:
     """Return what needs scales."""
+    if spec.num_stripes > 1:
+        raise ValueError(
+            "scales are measured where each device has whole sequences, got pages in "
+            f"{spec.num_stripes} stripes; choose a mesh without the rule context"
+        )
     sites = tuple(
         _Site(index, which, codec)
         for index, group in enumerate(spec.groups)

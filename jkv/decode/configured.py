@@ -132,6 +132,7 @@ def cache_options(config: DecodeConfig, *, max_chunk: int | None = None) -> dict
         "window_codec": cache.window_codec,
         "max_chunk": None if cache.layout == "dense" else longest,
         "layout": choose_layout(cache.pool_layout, jax.default_backend()),
+        "num_stripes": config.mesh.shards("context"),
     }
 
 

@@ -3,6 +3,7 @@
 Knows sizes and page ids; imports no JAX and touches no device.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,8 +25,8 @@ class CachePlan:
         spec: groups, codecs and the page size.
         num_sequences: rows of the batch.
         capacity: tokens that a sequence may hold.
-        num_pages: pages of each group's pool, in each shard of the sequences; None where every sequence owns
-            its pages.
+        num_pages: pages of each group's pool, in each shard of the sequences and of their pages; None where
+            every sequence owns its pages.
         needed_pages: pages that all sequences take at once, counted as `num_pages`.
         num_shards: parts that the mesh splits the sequences into.
     """
@@ -40,14 +41,15 @@ class CachePlan:
     @property
     def pool_pages(self) -> tuple[int, ...]:
         """Pages of each group's pool in all shards; none where every sequence owns its pages."""
-        return tuple(self.num_shards * pages for pages in self.num_pages or ())
+        return tuple(self.num_shards * self.spec.num_stripes * pages for pages in self.num_pages or ())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pools."""
         if self.num_pages is None:
-            return self.spec.dense_bytes(self.num_sequences, self.capacity)
-        return self.spec.paged_bytes(self.num_sequences, self.pool_pages)
+            return self.spec.num_stripes * self.spec.dense_bytes(self.num_sequences, self.capacity)
+        pages = [self.num_shards * count for count in self.num_pages]
+        return self.spec.num_stripes * self.spec.paged_bytes(self.num_sequences, pages)
 
     def require_room(self) -> None:
         """Refuse a pool that cannot hold all sequences at once, where none can wait.
@@ -99,15 +101,15 @@ def plan_cache(
     rows = -(-num_sequences // num_shards)
     needed, pools = [], []
     for group in range(len(spec.groups)):
-        total = sum(count * spec.pages_for(length, group) for length, count in lengths.items())
+        total = sum(count * spec.stripe_pages(length, group) for length, count in lengths.items())
         # Of several shards any may have the longest.
-        needed.append(min(total, rows * spec.pages_for(longest, group)))
-        most = rows * spec.pages_for(capacity, group)
+        needed.append(min(total, rows * spec.stripe_pages(longest, group)))
+        most = rows * spec.stripe_pages(capacity, group)
         pools.append(needed[-1] if num_pages in (None, "auto") else min(int(num_pages), most))
-        if spec.pages_for(longest, group) > pools[-1]:
+        if (least := spec.stripe_pages(longest, group)) > pools[-1]:
             raise ValueError(
-                f"{asked} need {spec.pages_for(longest, group)} pages of {spec.page_size} tokens, got a pool "
-                f"of {pools[-1]}; shorten them or raise num_pages"
+                f"{asked} need {least} pages of {spec.page_size} tokens, got a pool of {pools[-1]}; shorten "
+                "them or raise num_pages"
             )
     return CachePlan(
         spec=spec,
@@ -123,7 +125,7 @@ class PageBooks:
     """The pages that each row of a batch holds, in every cache group.
 
     A row that starts is promised pages for all that it may come to hold and takes them as it grows, so that
-    what has started can end.
+    what has started can end. Pages go round the stripes, each of which has a pool of its own.
 
         books.start(0)           # True: there is room for all of row 0
         books.extend(0, 40)      # pages for its prompt
@@ -147,15 +149,18 @@ class PageBooks:
         self.peaks = [0] * len(plan.num_pages)
         self._limits = list(limits)
         self._lengths: dict[int, int] = {}  # started row -> tokens that it has pages for
-        self._allocators = [[PageAllocator(n) for _ in range(plan.num_shards)] for n in plan.num_pages]
+        self._allocators = [
+            [[PageAllocator(n) for _ in range(plan.spec.num_stripes)] for _ in range(plan.num_shards)]
+            for n in plan.num_pages
+        ]
         self._pages: list[list[list[int]]] = [[[] for _ in limits] for _ in plan.num_pages]
         self._most = [[0] * len(plan.num_pages) for _ in limits]
 
     def start(self, row: int) -> bool:
         """Promise a row its pages; False, and nothing has changed, where others hold or await them."""
         others = [other for other in self._lengths if self._shard(other) == self._shard(row)]
-        for group, allocators in enumerate(self._allocators):
-            if self._promised(group, [*others, row]) > allocators[self._shard(row)].num_pages:
+        for group, num_pages in enumerate(self.plan.num_pages or ()):
+            if self._promised(group, [*others, row]) > num_pages:
                 return False
         self._lengths[row] = 0
         return True
@@ -164,30 +169,33 @@ class PageBooks:
         """Give a started row pages for more tokens, up to its limit; returns whether it took any."""
         self._lengths[row] = min(self._lengths[row] + num_tokens, self._limits[row])
         has_taken = False
-        for group, allocators in enumerate(self._allocators):
-            held = self._pages[group][row]
-            count = self.plan.spec.pages_for(self._lengths[row], group) - len(held)
-            fresh = allocators[self._shard(row)].allocate(count)
-            assert fresh is not None, "a started row's pages were promised to it"
-            held += fresh
-            has_taken |= count > 0
+        for group, shards in enumerate(self._allocators):
+            held, stripes = self._pages[group][row], shards[self._shard(row)]
+            pages = range(len(held), self.plan.spec.pages_for(self._lengths[row], group))
+            for page in pages:
+                fresh = stripes[page % len(stripes)].allocate(1)
+                assert fresh is not None, "a started row's pages were promised to it"
+                held += fresh
+            has_taken |= len(pages) > 0
             self._most[row][group] = len(held)
-            self.peaks[group] = max(self.peaks[group], sum(each.num_held for each in allocators))
+            num_held = sum(allocator.num_held for each in shards for allocator in each)
+            self.peaks[group] = max(self.peaks[group], num_held)
         return has_taken
 
     def end(self, row: int) -> None:
         """Take a row's pages and promises back; a row that has none stays as it is."""
         if self._lengths.pop(row, None) is None:
             return
-        for pages, allocators in zip(self._pages, self._allocators, strict=True):
-            allocators[self._shard(row)].free(pages[row])
+        for pages, shards in zip(self._pages, self._allocators, strict=True):
+            for stripe, allocator in enumerate(shards[self._shard(row)]):
+                allocator.free(pages[row][stripe :: self.plan.spec.num_stripes])
             pages[row] = []
 
     def tables(self) -> list[np.ndarray]:
         """Return each group's page table, int32 `[seq, max_pages]`; -1 is no page."""
         tables = []
         for group, rows in enumerate(self._pages):
-            width = self.plan.spec.pages_for(self.plan.capacity, group)
+            width = self.plan.spec.table_width(self.plan.capacity, group)
             table = np.full((len(rows), width), -1, np.int32)
             for row, pages in enumerate(rows):
                 table[row, : len(pages)] = pages
@@ -200,17 +208,20 @@ class PageBooks:
 
     def check(self) -> None:
         """Assert that each held page is in one row, and that what is promised is there."""
-        for group, allocators in enumerate(self._allocators):
-            for shard, allocator in enumerate(allocators):
+        num_stripes = self.plan.spec.num_stripes
+        for group, shards in enumerate(self._allocators):
+            for (shard, stripes), stripe in itertools.product(enumerate(shards), range(num_stripes)):
+                allocator = stripes[stripe]
                 allocator.check()
                 rows = [row for row in range(len(self._limits)) if self._shard(row) == shard]
-                held = [page for row in rows for page in self._pages[group][row]]
+                held = [page for row in rows for page in self._pages[group][row][stripe::num_stripes]]
                 assert len(set(held)) == len(held) == allocator.num_held, f"pages {held} must be held once"
                 started = [row for row in rows if row in self._lengths]
                 assert len(held) <= self._promised(group, started) <= allocator.num_pages
 
     def _promised(self, group: int, rows: Sequence[int]) -> int:
-        return sum(self.plan.spec.pages_for(self._limits[row], group) for row in rows)
+        """Return the pages promised to rows in the stripe that has most of them."""
+        return sum(self.plan.spec.stripe_pages(self._limits[row], group) for row in rows)
 
     def _shard(self, row: int) -> int:
         return row * self.plan.num_shards // len(self._limits)

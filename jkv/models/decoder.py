@@ -224,6 +224,7 @@ def cache_spec(
     window_codec: str | None = None,
     max_chunk: int | None = None,
     layout: PoolLayout = "plain",
+    num_stripes: int = 1,
 ) -> CacheSpec:
     """Return the cache that the model decodes with, its groups as `cache_places` counts them.
 
@@ -236,6 +237,7 @@ def cache_spec(
         max_chunk: tokens of the longest step, for which layers with a window keep room beside their window;
             None: they keep every token.
         layout: how the slots of a page lie.
+        num_stripes: devices that share the pages of each sequence, those of the mesh axis `context`.
     """
     groups = []
     for window, num_layers in Counter(config.windows).items():
@@ -246,4 +248,4 @@ def cache_spec(
             shape, kind = (1, config.latent.latent), {"kind": "latent", "rope_dim": config.latent.rope}
         groups.append(CacheGroup(num_layers, *shape, *codecs, window=kept, **kind))
     longest: dict[str, Any] = {} if max_chunk is None else {"max_chunk": max_chunk}
-    return CacheSpec.create(groups, page_size=page_size, layout=layout, **longest)
+    return CacheSpec.create(groups, page_size=page_size, layout=layout, num_stripes=num_stripes, **longest)

@@ -4,7 +4,7 @@ Knows caches and batches; no layer and no model.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,30 @@ from jaxtyping import Array, Float
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.ops.causal import causal_attention
-from jkv.ops.checks import Where, check_heads, check_options, check_place
+from jkv.ops.checks import Where, check_heads, check_options, check_place, check_step, find_group
 from jkv.ops.choice import Implementation, choose, module_of
 from jkv.ops.pools import recent_keys, stored_pages, turned, write, write_runs
-from jkv.ops.shards import Attended, run
+from jkv.ops.shards import run
+from jkv.ops.stripes import own_columns, own_sinks
 from jkv.sharding import Sharding
 from kernels_pallas import latent_attention, paged_attention
 from kernels_pallas.latent_attention import LatentArguments, UpProjections
-from kernels_pallas.paged_attention import PagedArguments, Tiling
+from kernels_pallas.paged_attention import PagedArguments, Stripe, Tiling
+
+
+class Attended(NamedTuple):
+    """What attention gives.
+
+    Attributes:
+        out: the attended values; zero for padding.
+        cache: holds the new rows; None without one.
+        log_sum: float32 log-sum-exp of the logits, sinks included, by which partial results are merged; -inf
+            for padding.
+    """
+
+    out: Float[Array, "row time q_head value_dim"]
+    cache: Cache | None
+    log_sum: Float[Array, "row time q_head"]
 
 
 def attend(
@@ -57,12 +73,12 @@ def attend(
         sinks: a logit for each query head that takes probability and adds no value.
         implementation: `auto`, or one by name.
         tiling: how the walk over the cache, and a ragged step, is cut.
-        sharding: runs in `shard_map`, sequences and heads split by its rules.
+        sharding: that of the cache; runs in `shard_map`, sequences, heads and pages split by its rules.
 
     Raises:
         ValueError: shapes disagree, an option is out of range, `where` or `batch` is missing, `where` is no
-            layer of the cache (a traced index is taken on trust), a ragged step is to run on a mesh, or a
-            gradient is taken through a cache.
+            layer of the cache (a traced index is taken on trust), the cache has other shards than the
+            sharding, a ragged step is of sequences that are split, or a gradient is taken through a cache.
     """
     choose(implementation)
     check_options(query, window, soft_cap, sinks)
@@ -84,7 +100,7 @@ def attend(
     if query.shape[-1] != spec.head_dim:
         raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
 
-    def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
+    def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
         query, key, value, sinks = heads
         pieces = batch.pieces((tiling or Tiling()).query_tokens)
         recent = recent_keys(pool, key, batch, pieces, layer)
@@ -94,11 +110,12 @@ def attend(
         arguments = PagedArguments(
             pieces.cut(turned(spec.codecs[0], query)),
             *stored_pages(cache.spec, pool, group, layer),
-            pieces.of_sequences(pool.page_table),
+            pieces.of_sequences(own_columns(pool.page_table, stripe)),
             pieces.starts,
             pieces.lens,
             layer * pool.num_pages,
             recent,
+            stripe,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
         chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
@@ -109,7 +126,7 @@ def attend(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
-            sinks=sinks,
+            sinks=own_sinks(sinks, stripe),
             **options,
         )
         out = turned(spec.codecs[1], out, is_inverse=True)
@@ -117,7 +134,8 @@ def attend(
 
     heads = ("seq", None, "q_head", None)
     axes = (heads, heads, heads, ("q_head",))
-    return run(local, (query, key, value, sinks), axes, cache, where, batch, sharding)
+    out, log_sum, written = run(local, (query, key, value, sinks), axes, cache, where, batch, sharding)
+    return Attended(out, written, log_sum)
 
 
 def attend_latent(
@@ -169,7 +187,7 @@ def attend_latent(
         raise ValueError(f"cache group {group} holds keys and values: call `attend`")
     check_heads(spec, latent[:, :, None], rope[:, :, None])
 
-    def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any):
+    def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
         query, rope_query, latent, rope, up = heads
         pieces = batch.pieces((tiling or Tiling()).query_tokens)
         pool = write(cache.spec, pool, latent[:, :, None], rope[:, :, None], batch, group, layer)
@@ -177,11 +195,12 @@ def attend_latent(
             pieces.cut(query if up else turned(spec.codecs[0], query)),
             pieces.cut(turned(spec.codecs[1], rope_query)),
             *stored_pages(cache.spec, pool, group, layer),
-            pieces.of_sequences(pool.page_table),
+            pieces.of_sequences(own_columns(pool.page_table, stripe)),
             pieces.starts,
             pieces.lens,
             layer * pool.num_pages,
             jax.tree.map(functools.partial(turned, spec.codecs[0]), up),
+            stripe,
         )
         latent_attention.check(arguments, num_pages=pool.num_pages, window=window)
         chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
@@ -194,4 +213,39 @@ def attend_latent(
 
     heads, rows = ("seq", None, "q_head", None), ("seq", None, None)
     axes = (heads, heads, rows, rows, ("q_head", None, None))
-    return run(local, (query, rope_query, latent, rope, up), axes, cache, where, batch, sharding)
+    out, log_sum, cache = run(
+        local, (query, rope_query, latent, rope, up), axes, cache, where, batch, sharding
+    )
+    return Attended(out, cache, log_sum)
+
+
+def append(
+    cache: Cache,
+    where: Where,
+    batch: TokenBatch,
+    key: Float[Array, "row time kv_head head_dim"],
+    value: Float[Array, "row time kv_head value_dim"],
+    *,
+    sharding: Sharding | None = None,
+) -> Cache:
+    """Write the step's keys and values as `attend` does, and attend to nothing.
+
+    Of latents, `key` is the latent and `value` its rotated part, each with one KV head.
+
+    Raises:
+        ValueError: as `attend`.
+    """
+    check_step(cache, batch, sharding)
+    spec = find_group(cache, where)
+    check_heads(spec, key, value)
+
+    def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
+        key, value = heads
+        pieces = batch.pieces(Tiling().query_tokens)
+        recent = recent_keys(pool, key, batch, pieces, layer)
+        pool = write(cache.spec, pool, key, value, batch, where[0], layer)
+        return None, None, write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
+
+    heads = ("seq", None, spec.head_axis, None)
+    _, _, written = run(local, (key, value), (heads, heads), cache, where, batch, sharding)
+    return written

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jkv.cache.batch import TokenBatch
-from jkv.cache.cache import Cache
+from jkv.cache.cache import Cache, check_shards
 from jkv.cache.spec import CacheGroup
 from jkv.sharding import Sharding
 
@@ -35,8 +35,7 @@ def check_place(
     """Refuse a place that the cache has not, and a window that reaches past what its group keeps."""
     if where is None or batch is None:
         raise ValueError("attention with a cache needs `where` and the `batch` that `cache.begin` returned")
-    if sharding is not None and batch.sequences is not None:
-        raise ValueError("a ragged step runs on one device, got a mesh; open it with `cache.begin`")
+    check_step(cache, batch, sharding)
     spec = find_group(cache, where)
     if spec.window is not None and (window is None or window > spec.window):
         raise ValueError(
@@ -44,6 +43,16 @@ def check_place(
             f"got {window}"
         )
     return where, batch
+
+
+def check_step(cache: Cache, batch: TokenBatch, sharding: Sharding | None) -> None:
+    """Refuse a step that the cache's shards cannot take."""
+    check_shards(cache, sharding)
+    if batch.sequences is not None and sharding is not None and sharding.size("seq") > 1:
+        raise ValueError(
+            f"a ragged step is one row of all sequences, got a mesh that splits them {sharding.size('seq')} "
+            "ways; open the step with `cache.begin`"
+        )
 
 
 def find_group(cache: Cache, where: Where) -> CacheGroup:

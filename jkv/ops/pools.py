@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jkv.cache.batch import Pieces, TokenBatch
 from jkv.cache.cache import Cache, Pool
@@ -15,35 +15,9 @@ from jkv.cache.codec import Codec
 from jkv.cache.encoding import Stored, encode, rotate
 from jkv.cache.runs import keys_as_given, recent_slots, rounded, whole_runs
 from jkv.cache.spec import CacheSpec
-from jkv.ops.checks import Where, check_heads, find_group
 from kernels_pallas import page_write
-from kernels_pallas.paged_attention import Pages, PageSizes, Tiling
+from kernels_pallas.paged_attention import Pages, PageSizes
 from kernels_pallas.slots import as_matrices, slots_of
-
-
-def append(
-    cache: Cache,
-    where: Where,
-    batch: TokenBatch,
-    key: Float[Array, "row time kv_head head_dim"],
-    value: Float[Array, "row time kv_head value_dim"],
-) -> Cache:
-    """Write the step's keys and values as `attend` does, and attend to nothing. One device.
-
-    Of latents, `key` is the latent and `value` its rotated part, each with one KV head.
-
-    Raises:
-        ValueError: as `attend`.
-    """
-    group, layer = where
-    spec = find_group(cache, where)
-    check_heads(spec, key, value)
-    pool, layer = cache.pools[group], jnp.asarray(layer, jnp.int32)
-    pieces = batch.pieces(Tiling().query_tokens)
-    recent = recent_keys(pool, key, batch, pieces, layer)
-    pool = write(cache.spec, pool, key, value, batch, group, layer)
-    pool = write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
-    return with_pool(cache, group, pool)
 
 
 def read_pages(cache: Cache, group: int, which: int, pages: Int[Array, "seq page"]) -> Stored:
@@ -65,11 +39,6 @@ def read_pages(cache: Cache, group: int, which: int, pages: Int[Array, "seq page
 
     stored = (pool.keys, pool.values)[which]
     return Stored(**{name: read(getattr(stored, name), array.shape) for name, array in shapes.items()})
-
-
-def with_pool(cache: Cache, group: int, pool: Pool) -> Cache:
-    """Return the cache with another pool of a group."""
-    return cache.replace(pools=tuple(pool if i == group else other for i, other in enumerate(cache.pools)))
 
 
 def write(

@@ -1,35 +1,21 @@
-"""A call on one device or on a mesh, each device with its own sequences, heads and pages.
+"""A call on one device or on a mesh, each device with its own sequences, heads, pages and stripe of them.
 
 Knows logical axes; not what is computed.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool, pool_axes
-from jkv.cache.spec import CacheGroup
+from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.ops.checks import Where
-from jkv.ops.pools import with_pool
+from jkv.ops.stripes import merge, only_own
 from jkv.sharding import Sharding
-
-
-class Attended(NamedTuple):
-    """What attention gives.
-
-    Attributes:
-        out: the attended values; zero for padding.
-        cache: holds the new rows; None without one.
-        log_sum: float32 log-sum-exp of the logits, sinks included, by which partial results are merged; -inf
-            for padding.
-    """
-
-    out: Float[Array, "row time q_head value_dim"]
-    cache: Cache | None
-    log_sum: Float[Array, "row time q_head"]
+from kernels_pallas.paged_attention import Stripe
 
 
 def run(
@@ -40,14 +26,22 @@ def run(
     where: Where,
     batch: TokenBatch,
     sharding: Sharding | None,
-) -> Attended:
-    """Call `local(heads, pool, batch, layer)`, on a mesh with what each device has of the logical axes."""
+) -> tuple[Any, Any, Cache]:
+    """Call `local(heads, pool, batch, layer, stripe)`, on a mesh with what each device has.
+
+    Returns:
+        The attended values, their log-sum-exps and the cache; None where `local` attends to nothing.
+    """
     group, layer = where
     pool, kind = cache.pools[group], cache.spec.groups[group]
-    call = local if sharding is None else _over_mesh(local, axes, sharding, kind, pool, batch)
+    call = functools.partial(local, stripe=None)
+    if sharding is not None:
+        call = _in_stripes(local, sharding, cache.spec) if sharding.size("context") > 1 else call
+        call = _over_mesh(call, axes, sharding, kind, pool, batch)
     heads = jax.tree.map(_refuse_gradient, heads)
     out, log_sum, pool = call(heads, pool, batch, jnp.asarray(layer, jnp.int32))
-    return Attended(out, with_pool(cache, group, pool), log_sum)
+    pools = tuple(pool if i == group else other for i, other in enumerate(cache.pools))
+    return out, log_sum, cache.replace(pools=pools)
 
 
 def _over_mesh(
@@ -60,11 +54,8 @@ def _over_mesh(
 ) -> Any:
     """Wrap `local` so that each device sees its own sequences, heads and pages."""
     spec = sharding.spec
-    rows = spec("seq")
     pool_specs = pool_axes(pool, group, spec)
-    table = spec("seq", None)
-    slots = tuple(table for _ in batch.slots)
-    batch_specs = batch.replace(starts=rows, lens=rows, positions=table, is_valid=table, slots=slots)
+    batch_specs = jax.tree.map(lambda array: spec("seq", *[None] * (array.ndim - 1)), batch)
     return jax.shard_map(
         local,
         mesh=sharding.mesh,
@@ -72,6 +63,22 @@ def _over_mesh(
         out_specs=(spec("seq", None, "q_head", None), spec("seq", None, "q_head"), pool_specs),
         check_vma=False,
     )
+
+
+def _in_stripes(local: Any, sharding: Sharding, spec: CacheSpec) -> Any:
+    """Wrap `local` so that a device sees its own stripe of the pages, and merge what the stripes give."""
+    axis = sharding.mesh_axis("context")
+    assert axis is not None
+
+    def call(heads: Any, pool: Pool, batch: TokenBatch, layer: Any) -> tuple[Any, Any, Pool]:
+        stripe = Stripe(spec.num_stripes, jax.lax.axis_index(axis))
+        own = only_own(pool, batch, stripe, page_size=spec.page_size)
+        out, log_sum, written = local(heads, *own, layer, stripe=stripe)
+        if out is not None:
+            out, log_sum = merge(out, log_sum, axis)
+        return out, log_sum, written.replace(page_table=pool.page_table)
+
+    return call
 
 
 @jax.custom_jvp

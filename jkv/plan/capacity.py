@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from jkv.cache.codec import DTYPES
 from jkv.cache.spec import CacheGroup, CacheSpec
@@ -121,9 +122,10 @@ class Deployment:
             ValueError: the codec, the page size and the layout do not fit each other.
         """
         groups = [replace(group, codec=codec, value_codec=None) for group in self.spec.groups]
-        spec = CacheSpec.create(
-            groups, page_size=page_size, max_chunk=self.spec.max_chunk, layout=self.spec.layout
-        )
+        sizes: dict[str, Any] = {
+            name: getattr(self.spec, name) for name in ("max_chunk", "layout", "num_stripes")
+        }
+        spec = CacheSpec.create(groups, page_size=page_size, **sizes)
         return replace(self, spec=spec)
 
     def _weight_bytes(self) -> int:
@@ -173,15 +175,19 @@ def _seen_bytes(spec: CacheSpec, length: int) -> Fraction:
     """Return the bytes of the tokens that a sequence's next query sees, its last page's rest left out."""
     return sum(
         (
-            Fraction(group.page_bytes(spec.page_size), spec.page_size) * _seen_tokens(group, length)
+            Fraction(group.page_bytes(spec.page_size), spec.page_size) * _seen_tokens(spec, group, length)
             for group in spec.groups
         ),
         Fraction(),
     )
 
 
-def _seen_tokens(group: CacheGroup, length: int) -> int:
-    return length if group.window is None else min(length, group.window)
+def _seen_tokens(spec: CacheSpec, group: CacheGroup, length: int) -> int:
+    """Return the tokens that are seen on a device: of several stripes the first, which has most."""
+    seen = length if group.window is None else min(length, group.window)
+    pages, rest = divmod(seen, spec.page_size)
+    rounds, more = divmod(pages, spec.num_stripes)
+    return (rounds + (more > 0)) * spec.page_size + (rest if more == 0 else 0)
 
 
 @dataclass(frozen=True)

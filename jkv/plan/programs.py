@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.stages import Compiled
 
-from jkv.cache.cache import Cache, cache_sharding
+from jkv.cache.cache import Cache, cache_axes
 from jkv.cache.spec import CacheGroup
 from jkv.decode.generate import GREEDY
 from jkv.decode.loop import DecodeState, decode, prefill
@@ -96,7 +96,7 @@ def cache_shapes(workload: Workload) -> Cache:
         "sharding": workload.sharding,
     }
     rows = -(-workload.num_sequences // workload.sharding.size("seq"))
-    num_pages = [rows * spec.pages_for(workload.capacity, group) for group in range(len(spec.groups))]
+    num_pages = [rows * spec.stripe_pages(workload.capacity, group) for group in range(len(spec.groups))]
 
     def make() -> Cache:
         scales = [_scales(group) for group in spec.groups]
@@ -105,7 +105,7 @@ def cache_shapes(workload: Workload) -> Cache:
         return Cache.dense(spec, scales=scales, **sizes)
 
     shapes = jax.eval_shape(make)
-    return jax.tree.map(_placed, shapes, cache_sharding(shapes, workload.sharding))
+    return jax.tree.map(_placed, shapes, cache_axes(shapes, workload.sharding.named))
 
 
 def _scales(group: CacheGroup) -> tuple[Any, Any]:

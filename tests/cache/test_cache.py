@@ -1,5 +1,7 @@
 """The cache as a value: where tokens go, what is refused, what a truncation leaves."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,9 +219,10 @@ def test_an_empty_cache_is_refused_with_its_sizes(rows: int, capacity: int):
         Cache.dense(make_spec(), num_sequences=rows, capacity=capacity)
 
 
-def make_sharding() -> Sharding:
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    return Sharding.create(mesh, {"seq": "data", "page": "data"})
+def make_sharding(*axes: str) -> Sharding:
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=auto, devices=jax.devices()[:4])
+    return Sharding.create(mesh, dict.fromkeys(axes or ("seq", "page"), "data"))
 
 
 def test_a_mesh_that_does_not_divide_the_batch_is_refused():
@@ -239,17 +242,25 @@ def test_sequences_move_within_a_shard_and_nowhere_else():
         lambda cache, rows: sequences.fork(cache, rows, [rows[:, None]]),
         lambda cache, rows: sequences.copy_pages(cache, [rows], [rows]),
     ):
-        with pytest.raises(ValueError, match=r"moved within one shard, .* got a cache of 4 shards"):
+        with pytest.raises(ValueError, match=r"those of a shard, got a cache of 4 shards in a call of 1"):
             move(cache, rows)
-    specs = jax.tree.map(lambda array: array.sharding.spec, cache)
-    select = jax.shard_map(
-        sequences.select,
-        mesh=sharding.mesh,
-        in_specs=(specs, sharding.spec("seq")),
-        out_specs=specs,
-        check_vma=False,
-    )
-    np.testing.assert_array_equal(jax.jit(select)(cache, rows).lengths, [1, 1, 3, 3, 5, 5, 7, 7])
+    moved = sequences.select(cache, rows, sharding=sharding)
+    np.testing.assert_array_equal(moved.lengths, [1, 1, 3, 3, 5, 5, 7, 7])
+
+
+def test_pages_are_copied_in_the_stripe_that_they_are_named_for():
+    sharding = make_sharding("context")
+    with pytest.raises(ValueError, match="num_stripes must be the devices of the rule 'context', 4, got 1"):
+        Cache.dense(make_spec(), num_sequences=1, capacity=2, sharding=sharding)
+    spec = dataclasses.replace(make_spec(num_layers=1, page_size=2), num_stripes=4)
+    cache = Cache.dense(spec, num_sequences=1, capacity=16, sharding=sharding)
+    (pool,) = cache.pools
+    ids = jax.device_put(jnp.arange(8, dtype=jnp.float32)[:, None, None, None], sharding.named("context"))
+    pool = pool.replace(keys=jax.tree.map(lambda array: array + ids, pool.keys))
+    # Two pages in each stripe, and a copy in the second and the last.
+    sources, targets = jnp.array([-1, 0, -1, 1], jnp.int32), jnp.array([-1, 1, -1, 0], jnp.int32)
+    copied = sequences.copy_pages(cache.replace(pools=(pool,)), [sources], [targets], sharding=sharding)
+    assert copied.pools[0].keys.data[:, 0, 0, 0].tolist() == [0, 1, 2, 2, 4, 5, 7, 7]
 
 
 def make_window(**options) -> Cache:

@@ -142,6 +142,13 @@ def test_keys_and_values_that_are_not_finite_are_refused(bad: float):
         calibrate(make_decoding("int8_static", weights=jnp.asarray(tables)), PROMPTS)
 
 
+def test_pages_in_stripes_are_not_measured():
+    decoding = make_decoding("int8_static")
+    striped = dataclasses.replace(decoding, spec=dataclasses.replace(decoding.spec, num_stripes=2))
+    with pytest.raises(ValueError, match="where each device has whole sequences, got pages in 2 stripes"):
+        calibrate(striped, PROMPTS)
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("codec", "options", "message"),

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -53,6 +54,21 @@ def test_shards_have_pools_of_their_own():
     assert (plan.num_pages, plan.nbytes) == ((16, 4), SPEC.paged_bytes(4, [32, 8]))
 
 
+def test_stripes_have_pools_of_their_own():
+    spec = replace(SPEC, num_stripes=3)
+    plan = plan_cache(spec, Counter(PROMPTS), 3, num_pages="auto")
+    # 2, 3, 3 and 8 pages, a third of each rounded up; three of each window.
+    assert (plan.num_pages, plan.pool_pages) == ((1 + 1 + 1 + 3, 4), (18, 12))
+    assert plan.nbytes == 3 * spec.paged_bytes(4, [6, 4])
+    with pytest.raises(ValueError, match="need 3 pages of 4 tokens, got a pool of 2"):
+        plan_cache(spec, Counter(PROMPTS), 3, num_pages=2)
+    books = PageBooks(plan, [5, 11, 11, 32])
+    books.start(3)
+    books.extend(3, 32)
+    # Each page is the next of its own stripe.
+    assert [table[3].tolist() for table in books.tables()] == [[0, 0, 0, 1, 1, 1, 2, 2, -1], [0, 0, 0]]
+
+
 def test_what_can_never_fit_is_refused_with_its_sizes():
     message = "a prompt of 30 tokens and 3 new ones need 8 pages of 4 tokens, got a pool of 7; shorten them"
     with pytest.raises(ValueError, match=message):
@@ -97,11 +113,12 @@ def test_a_row_that_has_not_grown_yet_keeps_others_from_its_pages():
     books.check()
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_the_books_hold_through_any_history(num_shards: int):
+@pytest.mark.parametrize(("num_shards", "num_stripes"), [(1, 1), (2, 1), (2, 3)])
+def test_the_books_hold_through_any_history(num_shards: int, num_stripes: int):
     choose = random.Random(0)
     limits = [choose.randint(1, 32) for _ in range(8)]
-    plan = plan_cache(SPEC, Counter(limits), 1, num_pages=12, num_shards=num_shards)
+    spec = replace(SPEC, num_stripes=num_stripes)
+    plan = plan_cache(spec, Counter(limits), 1, num_pages=12, num_shards=num_shards)
     books, started = PageBooks(plan, limits), set()
     for _ in range(500):
         row = choose.randrange(8)

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jkv.cache.cache import Cache
+from jkv.collectives import assert_collectives
 from jkv.config import load_config
 from jkv.decode.configured import make_sharding
 from jkv.decode.generate import Decoding, Stream, begin, generate, results
@@ -51,7 +52,7 @@ def reference(name: str) -> np.ndarray:
 
 def make_decoding(sharded: Sharded, **options) -> Decoding:
     model, sharding = sharded
-    spec = cache_spec(model.config, page_size=4, codec="f32")
+    spec = cache_spec(model.config, page_size=4, codec="f32", num_stripes=sharding.size("context"))
     return Decoding(model.step, model.weights, spec, model.config.vocab_size, sharding=sharding, **options)
 
 
@@ -96,6 +97,44 @@ def test_a_stopped_sequence_leaves_those_of_other_devices_running(sharded: Shard
     expected = reference("greedy")[:, NUM_PROMPT_TOKENS:].tolist()
     expected[1] = expected[1][:1]
     assert [list(row.tokens) for row in results(stream.state)] == expected
+
+
+def test_greedy_tokens_from_pages_in_stripes_equal_the_reference():
+    config = load_config("smollm2-cpu", ["--mesh", "cpu-context", "--mesh.axis-types", "explicit"])
+    sharding = make_sharding(config.mesh)
+    assert sharding is not None
+    # 55 tokens take 14 pages of 4, four of them on the first device: one of four sequences has to wait.
+    decoding = make_decoding(Sharded(load_model(LLAMA, sharding=sharding), sharding), num_pages=12)
+    generations = generate(decoding, reference("tokens").tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    expected = reference("greedy")[:, NUM_PROMPT_TOKENS:]
+    assert [list(row.tokens) for row in generations] == expected.tolist()
+
+
+@pytest.mark.parametrize("capacity", [48, 4096])
+@pytest.mark.parametrize("num_stripes", [1, 4])
+def test_a_layer_sends_two_sums_and_those_of_partial_results(num_stripes: int, capacity: int):
+    """One after attention and one after the MLP, over stripes two more; none grows with context."""
+    mesh = jax.make_mesh((2, 4), ("model", "other"), axis_types=(AxisType.Auto,) * 2)
+    rules = dict.fromkeys(("q_head", "kv_head", "mlp"), "model")
+    rules |= {"context": "other"} if num_stripes > 1 else {"seq": "other", "page": "other"}
+    sharding = Sharding.create(mesh, rules)
+    model = load_model(LLAMA, sharding=sharding)
+    sizes, rows = model.config, NUM_ROWS // sharding.size("seq")
+    spec = cache_spec(sizes, page_size=4, codec="f32", num_stripes=num_stripes)
+    cache = Cache.dense(spec, num_sequences=NUM_ROWS, capacity=capacity, sharding=sharding)
+    tokens = jax.device_put(jnp.zeros((NUM_ROWS, 1), jnp.int32), sharding.named("seq", None))
+
+    @jax.jit
+    def step(weights, cache, tokens):
+        cache, batch = cache.begin(jnp.ones(NUM_ROWS, jnp.int32), time=1)
+        return model.step(weights, tokens, cache, batch)
+
+    counts, entries = 2, 2 * rows * sizes.embed_dim
+    if num_stripes > 1:
+        heads = rows * sizes.num_heads // 2
+        counts, entries = counts + 2, entries + heads + heads * (sizes.head_dim + 1)
+    expected = {"all-reduce": (sizes.num_layers * counts, sizes.num_layers * entries * 4)}
+    assert_collectives(step.lower(model.weights, cache, tokens).compile(), expected)
 
 
 @pytest.mark.gate

@@ -1,0 +1,192 @@
+"""Caches of several groups driven through one history, on one device or split over a mesh."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from jkv import ops
+from jkv.cache import sequences
+from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.sharding import Sharding
+
+from .poison import poison
+
+NUM_ROWS, NUM_HEADS, HEAD_DIM, PAGE_SIZE, WIDTH, CAPACITY = 16, 16, 16, 8, 12, 64
+WINDOW = 20
+ROWS = np.arange(NUM_ROWS)
+# Programs that run once each: what is fast to compile is fast.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A cache group of the history: one layer of KV heads, or of latents where there are none."""
+
+    num_kv_heads: int | None
+    codec: str
+    window: int | None = None
+
+    def group(self, copies: int) -> CacheGroup:
+        if self.num_kv_heads is None:
+            return CacheGroup(
+                2, 1, HEAD_DIM, self.codec, window=self.window, kind="latent", rope_dim=HEAD_DIM
+            )
+        return CacheGroup(2, self.num_kv_heads * copies, HEAD_DIM, self.codec, window=self.window)
+
+    def copies(self, sharding: Sharding | None) -> int:
+        """Return how many devices hold each KV head."""
+        if sharding is None or self.num_kv_heads is None:
+            return 1
+        return max(1, sharding.size("kv_head") // self.num_kv_heads)
+
+
+def make_sharding(rules: dict[str, tuple[str, int]], axis_type: AxisType) -> Sharding:
+    """Return a mesh that splits `seq`, `head` and `context` as the rules say, by axis and size."""
+    names, sizes = zip(*rules.values(), strict=True)
+    mesh = jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(names))
+    both = {"seq": ("seq", "page"), "head": ("q_head", "kv_head"), "context": ("context",)}
+    return Sharding.create(mesh, {axis: rules[rule][0] for rule in rules for axis in both[rule]})
+
+
+class Layout:
+    """One history's cache, and the pages of its rows where they are assigned."""
+
+    def __init__(self, forms: tuple[Form, ...], sharding: Sharding | None, *, is_paged: bool):
+        self.forms, self.sharding, self.is_paged = forms, sharding, is_paged
+        size = sharding.size if sharding else lambda axis: 1
+        self.num_stripes, self.shard_rows = size("context"), NUM_ROWS // size("seq")
+        self.spec = CacheSpec.create(
+            [form.group(form.copies(sharding)) for form in forms],
+            page_size=PAGE_SIZE,
+            max_chunk=WIDTH,
+            num_stripes=self.num_stripes,
+        )
+        self.widths = [self.spec.table_width(CAPACITY, index) for index in range(len(forms))]
+        sizes = {"num_sequences": NUM_ROWS, "capacity": CAPACITY, "sharding": sharding}
+        if not is_paged:
+            self.cache = poison(Cache.dense(self.spec, **sizes))
+            return
+        # Each shard gives out its pages from the last to the first: enough for those of forks too.
+        num_pages = [3 * self.shard_rows * width // self.num_stripes for width in self.widths]
+        self.cache = poison(Cache.paged(self.spec, num_pages=num_pages, **sizes))
+        shards = NUM_ROWS // self.shard_rows * self.num_stripes
+        self.free = [[list(range(count)) for _ in range(shards)] for count in num_pages]
+        tables = [
+            np.array([[self.take(group, row, column) for column in range(width)] for row in ROWS])
+            for group, width in enumerate(self.widths)
+        ]
+        self.cache = self.cache.assign([self.place(table.astype(np.int32)) for table in tables])
+
+    def take(self, group: int, row: int, page: int) -> int:
+        shard = row // self.shard_rows * self.num_stripes + page % self.num_stripes
+        return self.free[group][shard].pop()
+
+    def place(self, array: np.ndarray, *axes: str | None) -> jax.Array:
+        """Put rows where they belong."""
+        axes = axes or ("seq", *[None] * (array.ndim - 1))
+        return (
+            jnp.asarray(array) if self.sharding is None else jax.device_put(array, self.sharding.named(*axes))
+        )
+
+    def step(self, lens: list[int], seed: int) -> list[np.ndarray]:
+        """Add tokens to each row, and return what attention gives in each group."""
+        time = 1 if max(lens) == 1 else WIDTH
+        inputs = [self._inputs(form, time, seed) for form in self.forms]
+        outs, self.cache = _step(
+            self.cache, self.place(np.array(lens, np.int32)), inputs, forms=self.forms, sharding=self.sharding
+        )
+        return [np.asarray(out) for out in outs]
+
+    def _inputs(self, form: Form, time: int, seed: int) -> list[jax.Array]:
+        random = np.random.default_rng(seed)
+        query = random.standard_normal((NUM_ROWS, time, NUM_HEADS, HEAD_DIM), np.float32)
+        heads = (2, NUM_ROWS, time, form.num_kv_heads or 1, HEAD_DIM)
+        key, value = random.standard_normal(heads, np.float32)
+        axes = ("seq", None, "q_head", None)
+        if form.num_kv_heads is None:
+            rows = ("seq", None, None)
+            return [self.place(query, *axes), *(self.place(x[:, :, 0], *rows) for x in (key, value))]
+        copies = form.copies(self.sharding)
+        key, value = (np.repeat(x, copies, axis=2) for x in (key, value))
+        return [self.place(x, *axes) for x in (query, key, value)]
+
+    def fork(self, rows: np.ndarray) -> None:
+        """Continue other rows of the same shard."""
+        local = self.place((rows % self.shard_rows).astype(np.int32))
+        if not self.is_paged:
+            self.cache = _select(self.cache, local, sharding=self.sharding)
+            return
+        lengths, targets = np.asarray(self.cache.lengths), []
+        for group, width in enumerate(self.widths):
+            pages = range(width) if self.cache.is_ring(group) else None
+            own = [
+                [self.take(group, row, page) for page in pages or [lengths[rows[row]] // PAGE_SIZE]]
+                for row in ROWS
+            ]
+            targets.append(np.array(own, np.int32))
+        pages = [self.place(target) for target in targets]
+        self.cache = _fork(self.cache, local, pages, sharding=self.sharding)
+        # What a row that moved has not got yet is given to it.
+        tables = [np.array(pool.page_table) for pool in self.cache.pools]
+        for group, table in enumerate(tables):
+            for row, column in np.argwhere(table < 0):
+                table[row, column] = self.take(group, row, column)
+        self.cache = self.cache.assign([self.place(table) for table in tables])
+
+    def truncate(self, count: int) -> None:
+        """Take the latest tokens of each row back."""
+        self.cache = self.cache.truncate(self.place(np.asarray(self.cache.lengths) - count))
+
+
+def run_history(
+    forms: tuple[Form, ...], sharding: Sharding | None, *, is_paged: bool
+) -> tuple[Layout, list[list[np.ndarray]]]:
+    """Prefill in chunks, decode, fork, go on, truncate, decode; return what each step gave each group."""
+    layout = Layout(forms, sharding, is_paged=is_paged)
+    prefills = ([12, 7, 12, 1, 0, 12, 5, 9], [12, 12, 3, 8, 12, 12, 12, 12], [11, 12, 12, 12, 12, 2, 12, 12])
+    outs = [layout.step(2 * lens, seed) for seed, lens in enumerate(prefills)]
+    outs.append(layout.step([1] * NUM_ROWS, 3))
+    layout.fork(ROWS // 2 * 2)
+    # More than is taken back: rows write to no page that they share.
+    outs.append(layout.step(2 * [3, 4, 12, 5, 9, 12, 3, 7], 4))
+    layout.truncate(3)
+    outs.append(layout.step([1] * NUM_ROWS, 5))
+    return layout, outs
+
+
+@functools.partial(
+    jax.jit, static_argnames=("forms", "sharding"), donate_argnums=0, compiler_options=COMPILER_OPTIONS
+)
+def _step(
+    cache: Cache,
+    lens: jax.Array,
+    inputs: list[list[jax.Array]],
+    *,
+    forms: tuple[Form, ...],
+    sharding: Sharding | None,
+) -> tuple[list[jax.Array], Cache]:
+    cache, batch = cache.begin(lens, time=inputs[0][0].shape[1])
+    outs = []
+    for group, (form, (query, key, value)) in enumerate(zip(forms, inputs, strict=True)):
+        place = {"where": (group, 1), "batch": batch, "window": form.window, "sharding": sharding}
+        if form.num_kv_heads is None:
+            out, cache, _ = ops.attend_latent(query, query, key, value, cache, **place, scale=HEAD_DIM**-0.5)
+        else:
+            out, cache, _ = ops.attend(query, key, value, cache, **place, scale=HEAD_DIM**-0.5)
+        outs.append(out)
+    return outs, cache
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _select(cache: Cache, rows: jax.Array, *, sharding: Sharding | None) -> Cache:
+    return sequences.select(cache, rows, sharding=sharding)
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _fork(cache: Cache, rows: jax.Array, pages: list[jax.Array], *, sharding: Sharding | None) -> Cache:
+    return sequences.fork(cache, rows, pages, sharding=sharding)

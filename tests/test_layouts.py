@@ -1,0 +1,131 @@
+"""Every layout over eight devices against one: attention through a history, and the bytes of each device."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jkv import ops
+from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheSpec
+from jkv.canonical import to_canonical
+from jkv.sharding import Sharding
+
+from .compare import assert_close
+from .layouts import CAPACITY, HEAD_DIM, NUM_ROWS, WINDOW, Form, Layout, make_sharding, run_history
+from .poison import poison
+
+# Rule: mesh axis and devices, outermost first.
+MESHES = {
+    "heads 8": {"head": ("model", 8)},
+    "sequences 8": {"seq": ("data", 8)},
+    "stripes 8": {"context": ("stripe", 8)},
+    "sequences 2, heads 4": {"seq": ("data", 2), "head": ("model", 4)},
+    "sequences 4, heads 2": {"seq": ("data", 4), "head": ("model", 2)},
+    "stripes 2, heads 4": {"context": ("stripe", 2), "head": ("model", 4)},
+    "sequences 4, stripes 2": {"seq": ("data", 4), "context": ("stripe", 2)},
+    "sequences 2, stripes 4": {"seq": ("data", 2), "context": ("stripe", 4)},
+    "sequences 2, stripes 2, heads 2": {
+        "seq": ("data", 2),
+        "context": ("stripe", 2),
+        "head": ("model", 2),
+    },
+}
+HEADS, CODECS = (8, 2, 1, None), ("bf16", "int8", "int4")
+FORMS = [
+    Form(heads, codec, WINDOW if (i + j) % 2 else None)
+    for (i, heads), (j, codec) in itertools.product(enumerate(HEADS), enumerate(CODECS))
+]
+
+
+@functools.cache
+def on_one_device(form: Form) -> tuple[Layout, list[list[np.ndarray]]]:
+    return run_history((form,), None, is_paged=False)
+
+
+def assert_equals_one_device(forms: tuple[Form, ...], sharding: Sharding, *, is_paged: bool) -> None:
+    layout, outs = run_history(forms, sharding, is_paged=is_paged)
+    for group, form in enumerate(forms):
+        whole, expected = on_one_device(form)
+        np.testing.assert_array_equal(layout.cache.lengths, whole.cache.lengths)
+        # Of bfloat16 pages, probabilities are rounded as well, in each stripe by its own largest.
+        is_rounded = form.codec == "bf16" and sharding.size("context") > 1
+        for got, wanted in zip(outs, expected, strict=True):
+            assert_close(got[group], wanted[0], 2**-7 if is_rounded else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "forms", "is_paged", "axis_type"),
+    [
+        ("stripes 8", (Form(2, "int4"), Form(None, "int8")), False, AxisType.Auto),
+        ("stripes 2, heads 4", (Form(1, "bf16", WINDOW), Form(None, "int8")), True, AxisType.Auto),
+        ("sequences 4, heads 2", (Form(8, "int8", WINDOW), Form(2, "int4")), False, AxisType.Explicit),
+        (
+            "sequences 2, stripes 2, heads 2",
+            (Form(8, "int8", WINDOW), Form(1, "bf16", WINDOW)),
+            True,
+            AxisType.Explicit,
+        ),
+    ],
+)
+def test_a_history_over_a_mesh_equals_that_of_one_device(
+    name: str, forms: tuple[Form, ...], is_paged: bool, axis_type: AxisType
+):
+    assert_equals_one_device(forms, make_sharding(MESHES[name], axis_type), is_paged=is_paged)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("index", range(len(MESHES)), ids=MESHES)
+def test_every_history_over_a_mesh_equals_that_of_one_device(index: int):
+    axis_type = AxisType.Explicit if index // 2 % 2 else AxisType.Auto
+    sharding = make_sharding(list(MESHES.values())[index], axis_type)
+    assert_equals_one_device(tuple(FORMS), sharding, is_paged=index % 2 == 1)
+
+
+def test_a_cache_over_a_mesh_holds_the_bytes_that_are_planned_and_reads_as_one():
+    forms = (Form(2, "int4"), Form(None, "int8"))
+    sharding = make_sharding(MESHES["sequences 2, stripes 2, heads 2"], AxisType.Auto)
+    layout, _ = run_history(forms, sharding, is_paged=False)
+    device = layout.spec.split_heads(2)
+    pools = [pool.replace(page_table=None) for pool in layout.cache.pools]
+    allocated = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(pools))
+    assert allocated == device.dense_bytes(NUM_ROWS // 2, CAPACITY)
+    counts = (layout.cache.lengths, layout.cache.peaks, layout.cache.num_dropped)
+    tables = [pool.page_table for pool in layout.cache.pools]
+    allocated = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves((tables, counts)))
+    assert allocated == device.table_bytes(NUM_ROWS // 2, CAPACITY)
+    got = to_canonical(layout.cache, sharding=sharding)
+    for group, form in enumerate(forms):
+        expected = to_canonical(on_one_device(form)[0].cache)
+        for which in ("keys", "values"):
+            np.testing.assert_array_equal(getattr(got, which)[group][1], getattr(expected, which)[0][1])
+
+
+@pytest.mark.parametrize(("num_stripes", "form"), [(2, Form(1, "f32")), (4, Form(None, "int8"))])
+def test_an_append_at_any_length_over_stripes_is_that_of_one_device(num_stripes: int, form: Form):
+    """Rows of 0 to 8 tokens, of 8 that they may hold, get one more."""
+    canonical = []
+    for sharding in (None, make_sharding({"context": ("stripe", num_stripes)}, AxisType.Auto)):
+        stripes = sharding.size("context") if sharding else 1
+        spec = CacheSpec.create([form.group(1)], page_size=1, num_stripes=stripes)
+        cache = poison(Cache.dense(spec, num_sequences=9, capacity=8, sharding=sharding))
+        heads = np.random.default_rng(0).standard_normal((2, 9, 8, 1, HEAD_DIM), np.float32)
+        cache = _appended(cache, jnp.arange(9, dtype=jnp.int32), heads, sharding)
+        cache = _appended(cache, jnp.ones(9, jnp.int32), heads[:, :, :1] + 1, sharding)
+        assert cache.num_dropped.tolist() == [0] * 8 + [1]
+        canonical.append(to_canonical(cache, sharding=sharding))
+    for one, split in zip(*map(jax.tree.leaves, canonical), strict=True):
+        np.testing.assert_array_equal(split, one)
+
+
+def _appended(cache: Cache, lens: jax.Array, heads: np.ndarray, sharding: Sharding | None) -> Cache:
+    @jax.jit
+    def append(cache: Cache, lens: jax.Array, key: jax.Array, value: jax.Array) -> Cache:
+        cache, batch = cache.begin(lens, time=key.shape[1])
+        return ops.append(cache, (0, 1), batch, key, value, sharding=sharding)
+
+    return append(cache, lens, *map(jnp.asarray, heads))
