@@ -3,6 +3,7 @@
 Knows nothing of models: routing is data.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -115,7 +116,18 @@ class Router(nnx.Module):
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)[None, None]
         correction = None if self.correction is None else self.correction[...]
-        return choose_experts(self.routing, logits, correction)
+        choose = functools.partial(choose_experts, self.routing)
+        if self.sharding is not None:
+            # Each device its own tokens: XLA gathers what it takes the largest of.
+            rows = self.sharding.spec("seq", None, None)
+            choose = jax.shard_map(
+                choose,
+                mesh=self.sharding.mesh,
+                in_specs=(rows, self.sharding.spec(None)),
+                out_specs=Chosen(rows, rows),
+                check_vma=False,
+            )
+        return choose(logits, correction)
 
 
 def choose_experts(
@@ -188,12 +200,6 @@ class Experts(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if sharding is not None:
-            rules = dict(sharding.rules)
-            if "expert" in rules and rules["expert"] == rules.get("seq"):
-                raise ValueError(
-                    "experts and sequences must be split over different mesh axes, got the rule "
-                    f"{rules['expert']!r} for both 'expert' and 'seq'"
-                )
             sharding.check_divides("expert", num_experts)
             sharding.check_divides("mlp", mlp_dim)
         options: dict[str, Any] = {"has_bias": has_bias, "param_dtype": param_dtype, "rngs": rngs}
@@ -240,7 +246,14 @@ class Experts(nnx.Module):
         weights: Float[Array, "seq time active"],
         arrays: list[tuple[Array, Array | None]],
     ) -> Float[Array, "seq time embed"]:
-        """Sum over one device's experts; rows of others are sorted to the end and count as zero."""
+        """Sum over one device's experts; rows of others are sorted to the end and count as zero.
+
+        Where experts are split as sequences are, tokens travel: those of all devices are gathered, and each
+        device gets the sums of its own.
+        """
+        if self._travels_over is not None:
+            gather = functools.partial(jax.lax.all_gather, axis_name=self._travels_over, tiled=True)
+            x, experts, weights = gather(x), gather(experts), gather(weights)
         gate, up, (down, down_bias) = arrays
         num_here, num_active = down.shape[0], experts.shape[-1]
         found = experts.reshape(-1) - self._part("expert") * num_here
@@ -260,13 +273,22 @@ class Experts(nnx.Module):
         out = project(self.gating(project(rows, *gate), project(rows, *up)), down, down_bias)
         out = out[jnp.argsort(order)].astype(jnp.float32) * weights.reshape(-1, 1)
         out = jnp.where(is_here[:, None], out, 0).reshape(*experts.shape, -1).sum(-2).astype(self.dtype)
-        return jax.lax.psum(out, self._split) if self._split else out
+        if self._travels_over is not None:
+            out = jax.lax.psum_scatter(out, self._travels_over, tiled=True)
+        return jax.lax.psum(out, self._summed_over) if self._summed_over else out
 
     @property
-    def _split(self) -> tuple[str, ...]:
-        """The mesh axes whose devices each hold a part of every sum."""
+    def _travels_over(self) -> str | None:
+        """The mesh axis that splits experts and sequences alike, if any."""
         rules = {} if self.sharding is None else dict(self.sharding.rules)
-        return tuple(rules[axis] for axis in ("expert", "mlp") if axis in rules)
+        return rules.get("expert") if rules.get("expert") == rules.get("seq") else None
+
+    @property
+    def _summed_over(self) -> tuple[str, ...]:
+        """The other mesh axes whose devices each hold a part of every sum."""
+        rules = {} if self.sharding is None else dict(self.sharding.rules)
+        axes = (rules[axis] for axis in ("expert", "mlp") if axis in rules)
+        return tuple(axis for axis in axes if axis != self._travels_over)
 
     def _part(self, axis: str) -> jax.Array | int:
         """Return which part of a logical axis this device has."""
@@ -290,8 +312,7 @@ class MoE(nnx.Module):
         rngs: draws the parameters.
 
     Raises:
-        ValueError: the routing's sizes do not fit, the mesh does not divide the experts or their width, or
-            splits experts and sequences alike.
+        ValueError: the routing's sizes do not fit, or the mesh does not divide the experts or their width.
     """
 
     def __init__(

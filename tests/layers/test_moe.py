@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
+from jkv.collectives import assert_collectives
 from jkv.layers.mlp import Gating
 from jkv.layers.moe import MoE, Routing, check_routing, choose_experts
 from jkv.models.load import parameter_targets, set_parameters
@@ -141,12 +142,15 @@ def make_sharding(axis_type: AxisType = AxisType.Auto, **rules: str) -> Sharding
     return Sharding.create(mesh, rules)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_experts_over_a_mesh_give_what_one_device_gives(axis_type: AxisType):
+@pytest.mark.parametrize(
+    ("axis_type", "expert"),
+    [(AxisType.Auto, "expert"), (AxisType.Explicit, "expert"), (AxisType.Explicit, "data")],
+)
+def test_experts_over_a_mesh_give_what_one_device_gives(axis_type: AxisType, expert: str):
     routing = Routing(8, 3, is_normalized=True, has_bias=True)
     options: dict[str, Any] = {"shared_dim": 16, "has_bias": True}
     single, x = make_moe(routing, **options), make_tokens()
-    sharding = make_sharding(axis_type, seq="data", page="data", expert="expert", mlp="model")
+    sharding = make_sharding(axis_type, seq="data", page="data", expert=expert, mlp="model")
     sharded = make_moe(routing, sharding=sharding, **options)
     targets = parameter_targets(sharded, sharding)
     flat = {
@@ -159,9 +163,21 @@ def test_experts_over_a_mesh_give_what_one_device_gives(axis_type: AxisType):
     assert_close(jax.jit(sharded)(placed), jax.jit(single)(x))
 
 
-def test_experts_are_not_split_as_sequences_are():
-    with pytest.raises(ValueError, match="different mesh axes, got the rule 'data'"):
-        make_moe(Routing(8, 2), sharding=make_sharding(seq="data", page="data", expert="data"))
+def test_tokens_travel_to_experts_that_are_split_as_sequences_are():
+    """Tokens with their choices are gathered, sums are scattered; weights stay."""
+    sharding = make_sharding(AxisType.Explicit, seq="data", page="data", expert="data")
+    moe, x = make_moe(Routing(8, 3), sharding=sharding), make_tokens()
+    placed = jax.device_put(x, sharding.named("seq", None, None))
+    targets = parameter_targets(moe, sharding)
+    flat = nnx.to_flat_state(nnx.state(moe, nnx.Param))
+    names = {".".join(map(str, path)): leaf[...] for path, leaf in flat}
+    set_parameters(moe, {name: jax.device_put(names[name], targets[name].sharding) for name in targets})
+    num_tokens = x.shape[0] * x.shape[1]
+    expected = {
+        "all-gather": (3, num_tokens * 4 * (EMBED + 2 * 3)),
+        "reduce-scatter": (1, num_tokens * 4 * EMBED),
+    }
+    assert_collectives(jax.jit(moe).lower(placed).compile(), expected)
 
 
 def test_a_mixture_trains():
