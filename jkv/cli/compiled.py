@@ -75,7 +75,7 @@ def check_fits(job: Job, num_sequences: int, beyond: int, meshes: Meshes) -> Non
     raise ValueError(
         f"a device of {job.target.machine} must hold it all in {hbm:,} bytes, got {resident + beyond:,} for "
         f"{num_sequences:,} sequences: {memory.weights:,} of weights, {resident - memory.weights:,} of cache"
-        f"{beside}; {' or '.join(remedies) or 'no declared mesh has room, so use a smaller model'}"
+        f"{beside}; use {' or '.join(remedies) or 'a smaller model, for no declared mesh has room'}"
     )
 
 
@@ -85,7 +85,7 @@ def _remedies(job: Job, num_sequences: int, beyond: int) -> list[str]:
     fewer = min(num_sequences, job.most_sequences(lambda _: beyond))
     tokens = job.most_tokens(num_sequences, beyond)
     if fewer:
-        found.append(f"use --batch {fewer}")
+        found.append(f"--batch {fewer}")
     if tokens:
         found.append(f"--context {tokens}")
     deployment = job.deployment
