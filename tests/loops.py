@@ -1,4 +1,4 @@
-"""A decode loop over every form of the cache, as shapes: what compilers are asked to update in place."""
+"""A loop of steps over every form of the cache, as shapes: what compilers are asked to update in place."""
 
 import functools
 
@@ -26,6 +26,7 @@ def make_arguments(
     page_size: int = 64,
     head_dim: int = 128,
     num_rows: int = ROWS,
+    time: int = 1,
     platform: str = "cpu",
 ) -> tuple[Cache, jax.ShapeDtypeStruct]:
     """Return the shapes of a loop's arguments: a cache of about `nbytes`, and the first queries.
@@ -37,17 +38,24 @@ def make_arguments(
         page_size: tokens of a page.
         head_dim: entries of a head.
         num_rows: sequences.
+        time: new tokens of each in a step.
         platform: of the device, whose pool layout the cache gets.
     """
     keys, _, values = codec.partition("/")
     group = CacheGroup(NUM_LAYERS, NUM_HEADS, head_dim, keys, values or None)
-    form = {"page_size": page_size, "max_chunk": page_size, "layout": choose_layout("auto", platform)}
+    form = {
+        "page_size": page_size,
+        "max_chunk": max(page_size, time),
+        "layout": choose_layout("auto", platform),
+    }
     num_pages = nbytes // (CacheSpec.create([group], **form).padded_bytes_per_page * num_rows)
     capacity = num_pages * page_size
     sizes = {"num_sequences": num_rows, "capacity": capacity}
     if layout == "window":
         # A ring: a window that is narrower than the capacity by far.
-        group = CacheGroup(NUM_LAYERS, NUM_HEADS, head_dim, keys, values or None, window=capacity - page_size)
+        group = CacheGroup(
+            NUM_LAYERS, NUM_HEADS, head_dim, keys, values or None, window=capacity - form["max_chunk"]
+        )
         sizes["capacity"] = 2 * capacity
     spec = CacheSpec.create([group], **form)
 
@@ -61,7 +69,7 @@ def make_arguments(
             return Cache.paged(spec, **sizes, num_pages=[num_rows * num_pages], scales=scales)
         return Cache.dense(spec, **sizes, scales=scales)
 
-    query = jax.ShapeDtypeStruct((num_rows, 1, 2 * NUM_HEADS, head_dim), jnp.float32)
+    query = jax.ShapeDtypeStruct((num_rows, time, 2 * NUM_HEADS, head_dim), jnp.float32)
     return jax.eval_shape(make), query
 
 
@@ -72,7 +80,8 @@ def loop(
 
     def step(i: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
         cache, query = carry
-        cache, batch = cache.begin(jnp.ones_like(cache.lengths), time=1)
+        time = query.shape[1]
+        cache, batch = cache.begin(jnp.full_like(cache.lengths, time), time=time)
         window = cache.spec.groups[0].window
         attend = functools.partial(ops.attend, scale=0.1, window=window, implementation=implementation)
         for layer in range(NUM_LAYERS):

@@ -64,6 +64,19 @@ def test_a_loop_for_an_accelerator_updates_the_cache_in_place(
     check_for(machine, codec, layout, head_dim=head_dim)
 
 
+@pytest.mark.parametrize(
+    ("machine", "codec", "layout"),
+    [
+        pytest.param("v6e", "int8", "paged", marks=pytest.mark.tpu_aot),
+        pytest.param("v6e", "bf16", "window", marks=pytest.mark.tpu_aot),
+        pytest.param("h200", "bf16", "dense", marks=pytest.mark.gpu_aot),
+        pytest.param("h200", "int8", "window", marks=pytest.mark.gpu_aot),
+    ],
+)
+def test_a_prompt_s_chunks_are_written_in_place(machine: str, codec: str, layout: str):
+    check_for(machine, codec, layout, time=64)
+
+
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("codec", ["bf16", "int4"])
 def test_tpus_update_small_pages_of_one_sequence_in_place(codec: str):
