@@ -197,7 +197,7 @@ class Histories(RuleBasedStateMachine):
         self.peaks[row] = 0
 
 
-SEARCH = settings(deadline=None, max_examples=25, stateful_step_count=15, derandomize=True, database=None)
+SEARCH = settings(max_examples=25, stateful_step_count=15, derandomize=True, database=None)
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestBooks.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 class ReusesTheNewest(PageAllocator):
@@ -410,8 +410,6 @@ def test_the_model_catches_a_faulty_allocator(mutant: type[PageAllocator]):
     class FaultyBooks(Books):
         make = mutant
 
-    search = settings(
-        deadline=None, stateful_step_count=40, phases=[Phase.generate], derandomize=True, database=None
-    )
+    search = settings(stateful_step_count=40, phases=[Phase.generate], derandomize=True, database=None)
     with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
         run_state_machine_as_test(FaultyBooks, settings=search)

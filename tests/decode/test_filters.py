@@ -17,7 +17,7 @@ min_p = jax.jit(filters.min_p)
 SPECIAL = [-np.inf, 0.0, -0.0, 1.0, 1.0000001, -1.0, 3e38, -3e38, 1e-30, -1e-30]
 VALUES = st.sampled_from(SPECIAL) | st.floats(-30, 30, width=32, allow_subnormal=False)
 ROWS = hnp.arrays(np.float32, (2, 19), elements=VALUES | st.just(1.0))
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(max_examples=150)
 
 
 def by_likelihood(row: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ import functools
 import inspect
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def encode(pages: Pages, codec: str, scaling: str) -> Pages:
     if codec == "int8":
         return Pages(jnp.asarray(np.nan_to_num(np.rint(numbers), nan=127), jnp.int8), jnp.asarray(scale))
     bits = np.asarray(numbers).astype(dtype).view(np.uint8)
-    return Pages(jnp.asarray(bits), jnp.asarray(scale), entry=codec)
+    return Pages(jnp.asarray(bits), jnp.asarray(scale), entry=cast(Any, codec))
 
 
 @functools.cache
