@@ -124,7 +124,7 @@ class Router(nnx.Module):
                 choose,
                 mesh=self.sharding.mesh,
                 in_specs=(rows, self.sharding.spec(None)),
-                out_specs=Chosen(rows, rows),
+                out_specs=rows,
                 check_vma=False,
             )
         return choose(logits, correction)
