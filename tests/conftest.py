@@ -1,4 +1,4 @@
-"""Set the whole suite up: eight CPU devices, strict promotion, checked signatures, no time limit of examples."""
+"""Set the whole suite up: eight CPU devices, strict promotion, checked signatures, examples of any length."""
 
 import os
 

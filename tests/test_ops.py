@@ -263,6 +263,21 @@ def test_heads_and_latents_have_a_door_each():
         ops.attend_latent(query, query, latent[:, :, 0], rope[:, :, 0], cache, (0, 0), batch, scale=1.0)
 
 
+def test_rows_that_are_not_the_steps_are_refused():
+    """A query of the last token alone would be taken for the first of five."""
+    query, key, value = (heads[:, :1] for heads in make_rows())
+    for rows in ((query, None, None), (query, key, value)):
+        with pytest.raises(
+            ValueError, match=r"the step's rows and their tokens are \(2, 5\), got .* \(2, 1, 4, 8\)"
+        ):
+            attend(*rows)
+    cache, batch = make_cache().begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
+    with pytest.raises(ValueError, match=r"are \(2, 5\), got an array of \(2, 1, 2, 8\)"):
+        ops.append(cache, (0, 0), batch, key, value)
+    with pytest.raises(ValueError, match="got a batch and no cache"):
+        ops.attend(*make_rows(), batch=batch, scale=1.0)
+
+
 def test_attention_without_keys_or_a_cache_is_refused():
     with pytest.raises(ValueError, match="needs keys and values"):
         ops.attend(make_heads(NUM_HEADS), None, None, scale=1.0)

@@ -85,13 +85,15 @@ def attend(
     if cache is None:
         if key is None or value is None:
             raise ValueError("attention without a cache needs keys and values, got None")
+        if batch is not None:
+            raise ValueError("a batch is a step of a cache, got a batch and no cache")
         out, log_sum = causal_attention(
             query, key, value, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
         )
         return Attended(out, None, log_sum)
     if (key is None) != (value is None):
         raise ValueError("keys and values are given together or not at all, got one of the two")
-    where, batch = check_place(cache, where, batch, window, sharding)
+    where, batch = check_place(cache, where, batch, window, sharding, query, key, value)
     group, _ = where
     spec = cache.spec.groups[group]
     if spec.kind != "gqa":
@@ -180,7 +182,7 @@ def attend_latent(
         ValueError: as `attend`.
     """
     choose(implementation)
-    where, batch = check_place(cache, where, batch, window, sharding)
+    where, batch = check_place(cache, where, batch, window, sharding, query, rope_query, latent, rope)
     group, _ = where
     spec = cache.spec.groups[group]
     if spec.kind != "latent":
@@ -235,7 +237,7 @@ def append(
     Raises:
         ValueError: as `attend`.
     """
-    check_step(cache, batch, sharding)
+    check_step(cache, batch, sharding, key, value)
     spec = find_group(cache, where)
     check_heads(spec, key, value)
 

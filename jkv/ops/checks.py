@@ -31,11 +31,12 @@ def check_place(
     batch: TokenBatch | None,
     window: int | None,
     sharding: Sharding | None,
+    *rows: Any,
 ) -> tuple[Where, TokenBatch]:
-    """Refuse a place that the cache has not, and a window that reaches past what its group keeps."""
+    """Refuse a place or rows that the step has not, and a window that reaches past what its group keeps."""
     if where is None or batch is None:
         raise ValueError("attention with a cache needs `where` and the `batch` that `cache.begin` returned")
-    check_step(cache, batch, sharding)
+    check_step(cache, batch, sharding, *rows)
     spec = find_group(cache, where)
     if spec.window is not None and (window is None or window > spec.window):
         raise ValueError(
@@ -45,9 +46,14 @@ def check_place(
     return where, batch
 
 
-def check_step(cache: Cache, batch: TokenBatch, sharding: Sharding | None) -> None:
-    """Refuse a step that the cache's shards cannot take."""
+def check_step(cache: Cache, batch: TokenBatch, sharding: Sharding | None, *rows: Any) -> None:
+    """Refuse a step that the cache's shards cannot take, and rows that are not the step's."""
     check_shards(cache, sharding)
+    for array in rows:
+        if array is not None and array.shape[:2] != batch.positions.shape:
+            raise ValueError(
+                f"the step's rows and their tokens are {batch.positions.shape}, got an array of {array.shape}"
+            )
     if batch.sequences is not None and sharding is not None and sharding.size("seq") > 1:
         raise ValueError(
             f"a ragged step is one row of all sequences, got a mesh that splits them {sharding.size('seq')} "
