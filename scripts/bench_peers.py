@@ -235,11 +235,12 @@ def compare(systems: dict, repeats: int) -> dict[str, list[tuple[float, float]]]
 def limits(batch: int, model: LanguageModel) -> dict[str, float]:
     """Return the seconds that bound a float32 step, and a prefill of all prompts in one chunk."""
     spec = cache_spec(model.config, page_size=64, codec="f32")
-    nbytes = sum(weight.nbytes for weight in model.weights)
+    weights = [weight for weight in model.weights if isinstance(weight, jax.Array)]
+    nbytes = sum(weight.nbytes for weight in weights)
     nbytes += batch * (PROMPT + NEW // 2) * spec.bytes_per_token
     block = jnp.ones((64 << 20,), jnp.float32)
     read = median_seconds(jax.jit(jnp.sum), block) / block.nbytes
-    head, *layers = sorted((w for w in model.weights if w.ndim == 2), key=lambda w: -w.size)
+    head, *layers = sorted((w for w in weights if w.ndim == 2), key=lambda w: -w.size)
     return {
         "to read weights and cache": nbytes * read,
         "to multiply in a step": multiply_seconds([*layers, head], batch),
