@@ -21,6 +21,7 @@ from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, parameter_targets
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.tokenizer_files import tokenizer_kind
+from jkv.models.weights.checkpoint import checkpoint_shapes
 from jkv.models.weights.locate import ModelLocation
 from jkv.models.weights.model import StoredModel, open_model
 
@@ -68,13 +69,17 @@ def inspect(name_or_path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def _file(stored: StoredModel) -> dict[str, Any]:
-    tensors = stored.source.tensors.values() if stored.source else ()
-    types = Counter(tensor.encoding for tensor in tensors)
     return {
         "path": str(stored.location.path),
         "format": stored.location.format,
-        "tensor_types": dict(types.most_common()),
+        "tensor_types": dict(Counter(_tensor_types(stored)).most_common()),
     }
+
+
+def _tensor_types(stored: StoredModel) -> list[str]:
+    if stored.source is None:
+        return [str(array.dtype) for array in checkpoint_shapes(stored.location.path).values()]
+    return [tensor.encoding for tensor in stored.source.tensors.values()]
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:

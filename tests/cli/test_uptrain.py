@@ -24,6 +24,7 @@ def test_a_trained_model_is_written_with_its_tokenizer_and_its_curve(run_json, t
     assert plot.read_bytes().startswith(b"\x89PNG")
     (inspected,) = run_json("inspect", out, "--json")
     assert inspected["file"]["format"] == "checkpoint"
+    assert set(inspected["file"]["tensor_types"]) == {"float32"}
     assert inspected["tokenizer"]["kind"] == "BPE"
 
 

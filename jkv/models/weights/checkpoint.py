@@ -52,10 +52,15 @@ def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, ja
         ValueError: the folder exists.
     """
     check_new(path)
-    ocp.save(str(path.absolute() / _PARAMETERS), dict(parameters))
+    ocp.save(_folder(path), dict(parameters))
     # Written last: a folder without it was not finished.
     if jax.process_index() == 0:
         (path / _DESCRIPTION).write_text(_Description(config=config).model_dump_json(indent=2) + "\n")
+
+
+def _folder(path: Path) -> str:
+    """Return where Orbax keeps the arrays; it takes absolute paths alone."""
+    return str(path.absolute() / _PARAMETERS)
 
 
 def read_checkpoint_config(path: Path) -> ModelConfig:
@@ -77,6 +82,22 @@ def read_checkpoint_config(path: Path) -> ModelConfig:
         ) from error
 
 
+def checkpoint_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and dtype of each parameter by its dotted path, whatever devices saved it.
+
+    Raises:
+        ValueError: the folder is no checkpoint, or lacks its parameters.
+    """
+    read_checkpoint_config(path)
+    folder = _folder(path)
+    try:
+        stored = ocp.metadata(folder).metadata
+    except (ocp.errors.InvalidLayoutError, FileNotFoundError) as error:
+        raise ValueError(f"{folder} must hold the parameters of the checkpoint, got {error!r}") from error
+    # Their shardings are of the devices that saved them, which need not be here.
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in stored.items()}
+
+
 def restore_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Read a checkpoint's parameters onto any mesh and floating-point dtype.
 
@@ -87,12 +108,7 @@ def restore_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) 
     Raises:
         ValueError: the folder is no checkpoint, or its parameters are not those of `targets`.
     """
-    read_checkpoint_config(path)
-    folder = str(path.absolute() / _PARAMETERS)
-    try:
-        stored = ocp.metadata(folder).metadata
-    except (ocp.errors.InvalidLayoutError, FileNotFoundError) as error:
-        raise ValueError(f"{folder} must hold the parameters of the checkpoint, got {error!r}") from error
+    stored = checkpoint_shapes(path)
     differing = sorted(stored.keys() ^ targets.keys())
     if differing:
         raise ValueError(f"{path} must hold the model's parameters, got others or none for {differing}")
@@ -103,7 +119,7 @@ def restore_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) 
     ]
     if unfit:
         raise ValueError(f"{path} must hold parameters of the model's shapes and kinds, got {unfit}")
-    return ocp.load(folder, {name: placed(target) for name, target in targets.items()})
+    return ocp.load(_folder(path), {name: placed(target) for name, target in targets.items()})
 
 
 def checkpoint_fingerprint(path: Path) -> str:

@@ -1,7 +1,11 @@
 """jkv's checkpoints: saved on one mesh, restored on another, and refused when they are not whole."""
 
 import json
+import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -45,8 +49,29 @@ CONFIG = ModelConfig(
 )
 
 
-def make_target(spec: tuple, dtype: object = jnp.float32, shape: tuple = (16, 8)) -> jax.ShapeDtypeStruct:
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+READ_ON_ONE_DEVICE = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+from orbax.checkpoint import v1 as ocp
+from jkv.models.weights.checkpoint import checkpoint_shapes, restore_checkpoint
+
+path = Path(sys.argv[1])
+shapes = checkpoint_shapes(path)
+empty = {name: np.empty(shape.shape, shape.dtype) for name, shape in shapes.items()}
+read = restore_checkpoint(path, shapes), ocp.load(str(path / "parameters"), empty)
+found = [{name: np.asarray(array).tobytes().hex() for name, array in arrays.items()} for arrays in read]
+kinds = [type(next(iter(arrays.values()))).__name__ for arrays in read]
+shown = {name: [shape.shape, str(shape.dtype)] for name, shape in shapes.items()}
+print(json.dumps([jax.device_count(), shown, kinds, found]))
+"""
+
+
+def make_target(
+    spec: tuple, dtype: object = jnp.float32, shape: tuple = (16, 8), devices: tuple = (4, 2)
+) -> jax.ShapeDtypeStruct:
+    count, axis_types = math.prod(devices), (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh(devices, ("data", "model"), axis_types=axis_types, devices=jax.devices()[:count])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
@@ -72,16 +97,28 @@ def copied(saved: tuple, tmp_path: Path) -> Path:
     return shutil.copytree(saved[0], tmp_path / "model")
 
 
-def test_parameters_return_on_another_mesh(saved: tuple):
+@pytest.mark.parametrize("devices", [(4, 2), (2, 2)])
+def test_parameters_return_on_another_mesh(saved: tuple, devices: tuple):
     path, values = saved
     targets = {
-        WEIGHT: make_target(("model", "data")),
-        "norm.scale": make_target((), shape=(16,)),
+        WEIGHT: make_target(("model", "data"), devices=devices),
+        "norm.scale": make_target((), shape=(16,), devices=devices),
     }
     restored = restore_checkpoint(path, targets)
     for name, value in values.items():
         assert restored[name].sharding == targets[name].sharding
         np.testing.assert_array_equal(restored[name], value, strict=True)
+
+
+def test_a_process_of_one_device_lists_and_reads_what_eight_saved(saved: tuple):
+    path, values = saved
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", READ_ON_ONE_DEVICE, str(path)]
+    shown = subprocess.check_output(command, env=environment, text=True, cwd=Path(__file__).parents[3])
+    count, shapes, kinds, (on_device, in_memory) = json.loads(shown)
+    assert (count, kinds) == (1, ["ArrayImpl", "ndarray"])
+    assert shapes == {name: [list(value.shape), "float32"] for name, value in values.items()}
+    assert on_device == in_memory == {name: value.tobytes().hex() for name, value in values.items()}
 
 
 def test_parameters_return_in_another_floating_dtype(saved: tuple):
