@@ -178,7 +178,7 @@ class Family:
     Attributes:
         architecture: the class name in a Hugging Face config.json.
         model_type: its `model_type`.
-        gguf_name: `general.architecture` of a GGUF file; None: jkv reads none of its GGUF files.
+        gguf_name: `general.architecture` of a GGUF file; of families that share it, the first fits.
         is_gguf_permuted: GGUF stores q and k rows in the interleaved rotary order.
         has_qk_norm: see `ModelConfig`.
         is_qk_norm_wide: see `ModelConfig`.
@@ -210,7 +210,7 @@ class Family:
 
     architecture: str
     model_type: str
-    gguf_name: str | None
+    gguf_name: str
     is_gguf_permuted: bool = False
     has_qk_norm: bool = False
     is_qk_norm_wide: bool = False
@@ -310,6 +310,16 @@ _DEEPSEEK_V3_MIXTURE = MixtureKeys(
     is_normalized=None,
     group_score="top2",
     has_correction=True,
+)
+# What files of before and after the up-projection was split in two both have.
+_DEEPSEEK_GGUF = frozenset(
+    {
+        "attention.kv_lora_rank",
+        "expert_feed_forward_length",
+        "expert_shared_count",
+        "leading_dense_block_count",
+        "rope.dimension_count",
+    }
 )
 _QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
@@ -488,17 +498,18 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         "deepseek_v2",
-        None,
+        "deepseek2",
         has_latent=True,
         mixture=MixtureKeys("moe_intermediate_size", is_normalized=False),
         keys=_DEEPSEEK_KEYS | {"topk_method"},
         defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
         fixed={"mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"},
+        gguf_required=_DEEPSEEK_GGUF,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
-        None,
+        "deepseek2",
         has_latent=True,
         mixture=_DEEPSEEK_V3_MIXTURE,
         keys=_DEEPSEEK_KEYS,
@@ -512,11 +523,12 @@ FAMILIES: dict[str, Family] = {
             "topk_group": 4,
         },
         fixed=_DEEPSEEK_V3_FIXED,
+        gguf_required=_DEEPSEEK_GGUF,
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
         "glm4_moe_lite",
-        None,
+        "deepseek2",
         has_latent=True,
         mixture=_DEEPSEEK_V3_MIXTURE,
         keys=_DEEPSEEK_KEYS | {"mlp_layer_types"},
@@ -528,5 +540,6 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": 1.8,
         },
         fixed=_DEEPSEEK_V3_FIXED,
+        gguf_required=_DEEPSEEK_GGUF,
     ),
 }

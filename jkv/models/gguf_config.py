@@ -20,6 +20,7 @@ from jkv.models.families import (
     windows_by_period,
 )
 from jkv.models.fields import AT_LEAST_ZERO, COUNT, INDEX, POSITIVE, TEXT, check_fields, many, whole
+from jkv.models.gguf_latent import LATENT_KINDS, latent_dims, latent_mixture
 
 _REQUIRED = frozenset(
     {
@@ -58,10 +59,12 @@ _FIXED: dict[str, Any] = {
     # Rows of queries and keys in interleaved pairs, as every file of this architecture has them.
     "tensor_data_layout": "Meta AI original pth",
     # llama.cpp overrides or multiplies these in ways that differ between its versions.
-    "rope.scaling.yarn_log_multiplier": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
 }
+# The same, over heads and over latents.
+_HEADS_FIXED: dict[str, Any] = {"rope.scaling.yarn_log_multiplier": 0.0}
+_LATENT_FIXED: dict[str, Any] = {"rope.scaling.attn_factor": 1.0}
 _EXPERT_KEYS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 _KINDS = {
     "block_count": whole(1, MAX_LAYERS),
@@ -90,6 +93,7 @@ _KINDS = {
     "rope.scaling.original_context_length": COUNT,
     "rope.scaling.yarn_beta_fast": POSITIVE,
     "rope.scaling.yarn_beta_slow": POSITIVE,
+    **LATENT_KINDS,
 }
 _END_TOKENS = ("eos", "eot", "eom")
 _TOKEN_KINDS = {
@@ -115,15 +119,18 @@ def config_from_gguf(
             the model computes and is not understood.
     """
     architecture = str(metadata.get("general.architecture"))
-    name, family = _family(architecture, has_experts=bool(metadata.get(f"{architecture}.expert_count")))
+    name, family = _family(
+        architecture,
+        has_experts=bool(metadata.get(f"{architecture}.expert_count")),
+        has_correction=any(tensor.endswith("exp_probs_b.bias") for tensor in tensor_names),
+    )
     given = _keys(metadata, architecture, family)
     check_fields(given, _KINDS, f"{architecture}.")
     check_fields(metadata, _TOKEN_KINDS, "")
     num_heads = given["attention.head_count"]
-    head_dim = given.get("attention.key_length", given["embedding_length"] // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if given.get(key, head_dim) != head_dim:
-            raise ValueError(f"{architecture}.{key} must be the head's size {head_dim}, got {given[key]}")
+    latent = latent_dims(given) if family.has_latent else None
+    head_dim = latent.key if latent else _head_dim(given, architecture)
+    rope_dim = latent.rope if latent else head_dim
     if ("rope_freqs.weight" in tensor_names) != (frequency_factors is not None):
         raise ValueError(
             "frequency_factors must be given exactly where the file has a tensor rope_freqs.weight"
@@ -135,12 +142,12 @@ def config_from_gguf(
             num_layers=given["block_count"],
             embed_dim=given["embedding_length"],
             num_heads=num_heads,
-            num_kv_heads=given.get("attention.head_count_kv", num_heads),
+            num_kv_heads=num_heads if latent else given.get("attention.head_count_kv", num_heads),
             head_dim=head_dim,
             mlp_dim=given["feed_forward_length"],
             norm_eps=float(given["attention.layer_norm_rms_epsilon"]),
-            rope=_rope(given, family, head_dim, frequency_factors),
-            window_rope=_window_rope(given, family, head_dim),
+            rope=_rope(given, family, rope_dim, frequency_factors),
+            window_rope=_window_rope(given, family, rope_dim),
             max_length=given["context_length"],
             windows=windows_by_period(
                 family, given.get("attention.sliding_window") or None, given["block_count"]
@@ -153,6 +160,7 @@ def config_from_gguf(
             logit_soft_cap=given.get("final_logit_softcapping"),
             gating=family.gating,
             mixture=_mixture(given, family),
+            latent=latent,
             is_tied="output.weight" not in tensor_names,
             eos_token_ids=_end_tokens(metadata),
             **family_switches(family, given["embedding_length"]),
@@ -160,12 +168,14 @@ def config_from_gguf(
     )
 
 
-def _family(architecture: str, *, has_experts: bool) -> tuple[str, Family]:
-    """Return the first family of an architecture; llama.cpp counts Mixtral as a Llama."""
+def _family(architecture: str, *, has_experts: bool, has_correction: bool) -> tuple[str, Family]:
+    """Return the first family of an architecture; llama.cpp counts Mixtral as a Llama, GLM as a DeepSeek."""
     for name, family in FAMILIES.items():
-        if family.gguf_name == architecture and (family.mixture is not None) == has_experts:
+        mixture = family.mixture
+        traits = (mixture is not None, mixture is not None and mixture.has_correction)
+        if family.gguf_name == architecture and traits == (has_experts, has_correction):
             return name, family
-    known = sorted({family.gguf_name for family in FAMILIES.values() if family.gguf_name})
+    known = sorted({family.gguf_name for family in FAMILIES.values()})
     experts = "with" if has_experts else "without"
     raise ValueError(
         f"general.architecture must be one of {known}, each with or without experts as its family is, "
@@ -181,16 +191,27 @@ def _keys(metadata: Mapping[str, Any], architecture: str, family: Family) -> dic
     missing = sorted(prefix + key for key in required - set(given))
     if missing:
         raise ValueError(f"the GGUF metadata lacks {missing}")
-    known = required | _OPTIONAL | _FIXED.keys() | _EXPERT_KEYS
+    fixed = _FIXED | (_LATENT_FIXED if family.has_latent else _HEADS_FIXED)
+    known = required | _OPTIONAL | fixed.keys() | _EXPERT_KEYS
+    if family.has_latent:
+        known |= LATENT_KINDS.keys()
     if "rope_local_base_freq" in family.defaults:
         known |= {"rope.freq_base_swa"}
     unknown = sorted(prefix + key for key in set(given) - known)
     if unknown:
         raise ValueError(f"the GGUF metadata has keys that jkv does not compute: {unknown}")
-    for key, value in _FIXED.items():
+    for key, value in fixed.items():
         if given.get(key, value) != value:
             raise ValueError(f"{prefix}{key} must be {value!r}, got {given[key]!r}")
     return given
+
+
+def _head_dim(given: Mapping[str, Any], architecture: str) -> int:
+    head_dim = given.get("attention.key_length", given["embedding_length"] // given["attention.head_count"])
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if given.get(key, head_dim) != head_dim:
+            raise ValueError(f"{architecture}.{key} must be the head's size {head_dim}, got {given[key]}")
+    return head_dim
 
 
 def _attention_scale(given: Mapping[str, Any], family: Family) -> float | None:
@@ -200,10 +221,12 @@ def _attention_scale(given: Mapping[str, Any], family: Family) -> float | None:
 
 
 def _mixture(given: Mapping[str, Any], family: Family) -> MixtureConfig | None:
-    """Read as llama.cpp does: the chosen weights are normalized in all of these families."""
+    """Read as llama.cpp does: the chosen weights are normalized in all families but DeepSeek's."""
     keys = family.mixture
     if keys is None:
         return None
+    if family.has_latent:
+        return latent_mixture(given, keys)
     routing = Routing(
         given["expert_count"],
         given["expert_used_count"],
@@ -244,6 +267,8 @@ def _rope(
     if kind not in ("none", "linear", "yarn"):
         raise ValueError(f"rope.scaling.type must be one of ['linear', 'none', 'yarn'], got {kind!r}")
     if kind == "yarn":
+        # The converter writes a tenth of DeepSeek's mscale_all_dim; all published mscales equal it.
+        mscale = 10 * float(given.get("rope.scaling.yarn_log_multiplier", 0.0))
         return replace(
             rope,
             scaling="yarn",
@@ -252,7 +277,9 @@ def _rope(
             beta_fast=float(given.get("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(given.get("rope.scaling.yarn_beta_slow", 1.0)),
             truncate=family.has_truncated_yarn,
-            attention_factor=attention_factor * yarn_mscale(factor),
+            attention_factor=None if family.has_latent else attention_factor * yarn_mscale(factor),
+            mscale=mscale,
+            mscale_all_dim=mscale,
         )
     if attention_factor != 1.0:
         raise ValueError(f"rope.scaling.attn_factor must be 1.0 without yarn, got {attention_factor}")

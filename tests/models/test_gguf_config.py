@@ -2,7 +2,10 @@
 
 import pytest
 
-from jkv.layers.rope import RopeConfig, yarn_mscale
+from jkv.layers.latent import LatentDims
+from jkv.layers.moe import Routing
+from jkv.layers.rope import RopeConfig, attention_scaling, softmax_correction, yarn_mscale
+from jkv.models.families import MixtureConfig, ModelConfig
 from jkv.models.gguf_config import config_from_gguf
 
 
@@ -158,3 +161,86 @@ def test_an_unknown_architecture_is_refused():
         config_from_gguf(make_metadata("gemma"), ())
     with pytest.raises(ValueError, match=r"as its family is, got 'qwen2' with experts"):
         config_from_gguf(make_metadata("qwen2", expert_count=4), ())
+
+
+# What converters write of DeepSeek-V2, which splits 160 experts into groups, and its tensors' telling names.
+DEEPSEEK_V2 = {
+    "attention__head_count_kv": 1,
+    "attention__q_lora_rank": 48,
+    "attention__kv_lora_rank": 32,
+    "attention__key_length": 40,
+    "attention__value_length": 32,
+    "attention__key_length_mla": 24,
+    "attention__value_length_mla": 16,
+    "rope__dimension_count": 8,
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 40.0,
+    "rope__scaling__original_context_length": 4096,
+    "rope__scaling__yarn_log_multiplier": 0.0707,
+    "leading_dense_block_count": 1,
+    "expert_count": 160,
+    "expert_used_count": 6,
+    "expert_shared_count": 2,
+    "expert_feed_forward_length": 24,
+    "expert_group_count": 8,
+    "expert_group_used_count": 3,
+    "expert_weights_scale": 16.0,
+}
+
+
+def make_deepseek(tensor_names: tuple[str, ...] = ("output.weight",), **changes: object) -> ModelConfig:
+    keys = {key: value for key, value in (DEEPSEEK_V2 | changes).items() if value is not None}
+    return config_from_gguf(make_metadata("deepseek2", **keys), tensor_names)
+
+
+def test_latents_and_experts_in_groups_are_read():
+    config = make_deepseek()
+    assert (config.family, config.num_kv_heads, config.head_dim) == ("deepseek_v2", 8, 16)
+    assert config.latent == LatentDims(latent=32, rope=8, key=16, value=16, query=48)
+    routing = Routing(160, 6, num_groups=8, num_active_groups=3, scale=16.0)
+    assert config.mixture == MixtureConfig(routing, mlp_dim=24, shared_dim=48, num_dense_layers=1)
+
+
+def test_a_correction_of_the_choice_tells_deepseek_v3_from_v2():
+    config = make_deepseek(("blk.1.exp_probs_b.bias",), expert_gating_func=2, expert_weights_norm=True)
+    assert config.mixture is not None
+    routing = config.mixture.routing
+    assert (config.family, routing.score, routing.group_score) == ("deepseek_v3", "sigmoid", "top2")
+    assert routing.is_normalized
+    assert routing.has_correction
+
+
+def test_yarn_beside_latents_corrects_the_softmax_and_no_rotation():
+    rope = make_deepseek().rope
+    assert (rope.dim, attention_scaling(rope)) == (8, 1.0)
+    assert softmax_correction(rope) == pytest.approx(yarn_mscale(40.0, 0.707) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention__kv_lora_rank": None}, r"lacks \['deepseek2.attention.kv_lora_rank'\]"),
+        (
+            {"attention__key_length": 24},
+            "key_length must be 40 beside a latent of 32 entries and 8 .*, got 24",
+        ),
+        ({"attention__key_length_mla": None}, "head_count_kv must be 8 beside .*, got 1"),
+        (
+            {"attention__key_length_mla": 8},
+            "key_length_mla must be above the 8 rotated entries .*, got 8 and",
+        ),
+        ({"attention__value_length_mla": None}, "beside attention.value_length_mla, got 24 and None"),
+        ({"expert_gating_func": 2}, r"expert_gating_func must be 1 \(softmax\) without exp_probs_b, got 2"),
+        ({"expert_group_used_count": None}, "expert_group_used_count must be given together, got one"),
+        ({"expert_group_count": 7}, "groups must divide the experts .*, got 160 experts, 7 groups"),
+        ({"rope__scaling__attn_factor": 0.5}, "attn_factor must be 1.0, got 0.5"),
+        (
+            {"attention__temperature_scale": 0.1},
+            r"does not compute: \['deepseek2.attention.temperature_scale'\]",
+        ),
+        ({"nextn_predict_layers": 1}, r"does not compute: \['deepseek2.nextn_predict_layers'\]"),
+    ],
+)
+def test_what_could_change_latents_or_their_experts_unseen_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_deepseek(**changes)

@@ -56,7 +56,8 @@ class StoredModel:
             ValueError: the files do not hold these parameters, each whole and finite.
         """
         if self.location.format != "checkpoint" and self.source is not None:
-            return load_parameters(self.source, tensor_rules(self.config, self.location.format), targets)
+            rules = tensor_rules(self.config, self.location.format, self.source.tensors)
+            return load_parameters(self.source, rules, targets)
         parameters = restore_checkpoint(self.location.path, targets)
         check_finite(parameters)
         return parameters

@@ -4,7 +4,7 @@ Knows names and shapes; reads nothing.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -62,8 +62,16 @@ class TensorRule:
         return (*(1,) * (len(self.index) - len(shape)), *shape)
 
 
-def tensor_rules(config: ModelConfig, format: Format) -> tuple[TensorRule, ...]:
-    """Return the rules that fill every parameter of a decoder once."""
+def tensor_rules(
+    config: ModelConfig, format: Format, tensor_names: Collection[str] = ()
+) -> tuple[TensorRule, ...]:
+    """Return the rules that fill every parameter of a decoder once.
+
+    Args:
+        config: the model's.
+        format: of the checkpoint.
+        tensor_names: its tensors, which say whether latents' up-projection is split in two.
+    """
     vocab = (config.vocab_size, config.embed_dim)
     embedding, norm, head = _OUTER[format]
     rules = [
@@ -75,9 +83,11 @@ def tensor_rules(config: ModelConfig, format: Format) -> tuple[TensorRule, ...]:
     elif format == "hf":
         rules.append(TensorRule(head, "embed.embedding", vocab, is_copy=True))
     for layer in range(config.num_layers):
-        for rule in _layer_rules(config, layer, format):
-            source = {"hf": f"model.layers.{layer}.", "gguf": f"blk.{layer}."}[format] + rule.source
-            rules.append(replace(rule, source=source, target=f"layers.{layer}.{rule.target}"))
+        prefix = {"hf": f"model.layers.{layer}.", "gguf": f"blk.{layer}."}[format]
+        is_split = f"{prefix}attn_k_b.weight" in tensor_names
+        for rule in _layer_rules(config, layer, format, is_split=is_split):
+            target = f"layers.{layer}.{rule.target}"
+            rules.append(replace(rule, source=prefix + rule.source, target=target))
     return tuple(rules)
 
 
@@ -129,7 +139,7 @@ def _norm_offset(config: ModelConfig, format: Format) -> float:
     return FAMILIES[config.family].norm_offset if format == "hf" else 0.0
 
 
-def _layer_rules(config: ModelConfig, layer: int, format: Format) -> Iterator[TensorRule]:
+def _layer_rules(config: ModelConfig, layer: int, format: Format, *, is_split: bool) -> Iterator[TensorRule]:
     """Yield a layer's rules, sources and targets without the layer's prefix."""
     for target, size in _norms(config).items():
         source = f"{_name(target, config, format)}.weight"
@@ -137,7 +147,8 @@ def _layer_rules(config: ModelConfig, layer: int, format: Format) -> Iterator[Te
     if config.has_sinks:
         yield TensorRule(_name("attention.sinks", config, format), "attention.sinks", (config.num_heads,))
     if config.latent is not None:
-        yield from _latent_rules(config, config.latent)
+        yield from _latent_rules(config, config.latent, format)
+        yield from _up_rules(config, config.latent, format, is_split=is_split)
     maps = {} if config.latent else _attention_maps(config)
     mixture = config.mixture
     if mixture is None or layer < mixture.num_dense_layers:
@@ -146,7 +157,8 @@ def _layer_rules(config: ModelConfig, layer: int, format: Format) -> Iterator[Te
         router = (mixture.routing.num_experts, config.embed_dim)
         maps["mlp.router"] = _Map(router, mixture.routing.has_bias)
         if mixture.routing.has_correction:
-            yield TensorRule("mlp.gate.e_score_correction_bias", "mlp.router.correction", router[:1])
+            source = {"hf": "mlp.gate.e_score_correction_bias", "gguf": "exp_probs_b.bias"}[format]
+            yield TensorRule(source, "mlp.router.correction", router[:1])
         if mixture.shared_dim is not None:
             maps |= _mlp_maps(config, "mlp.shared", mixture.shared_dim)
         yield from _expert_rules(config, mixture, format)
@@ -195,40 +207,71 @@ def _attention_maps(config: ModelConfig) -> dict[str, _Map]:
     }
 
 
-def _latent_rules(config: ModelConfig, dims: LatentDims) -> Iterator[TensorRule]:
-    """Yield the rules of latent attention, which Hugging Face files alone have."""
+# Latent attention's tensors: in Hugging Face files after "self_attn.", and in GGUF files.
+_LATENT_NAMES = {
+    "queries": ("q_proj", "attn_q"),
+    "q_down": ("q_a_proj", "attn_q_a"),
+    "q_norm": ("q_a_layernorm", "attn_q_a_norm"),
+    "q_up": ("q_b_proj", "attn_q_b"),
+    "kv_down": ("kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+    "kv_norm": ("kv_a_layernorm", "attn_kv_a_norm"),
+    "kv_up": ("kv_b_proj", "attn_kv_b"),
+    "output": ("o_proj", "attn_output"),
+}
+
+
+def _latent_name(part: str, format: Format) -> str:
+    hf, gguf = _LATENT_NAMES[part]
+    return f"self_attn.{hf}" if format == "hf" else gguf
+
+
+def _latent_rules(config: ModelConfig, dims: LatentDims, format: Format) -> Iterator[TensorRule]:
+    """Yield the rules of latent attention but those of keys and values of a latent."""
     embed, heads = config.embed_dim, config.num_heads
 
-    def parts(source: str, target: str, width: int) -> Iterator[TensorRule]:
+    def down(part: str, width: int) -> Iterator[TensorRule]:
+        source, target = _latent_name(part, format), f"attention.{part}"
         yield TensorRule(f"{source}.weight", f"{target}.weight", (width, embed))
         if config.has_qkv_bias:
             yield TensorRule(f"{source}.bias", f"{target}.bias", (width,))
 
-    queries, width = "self_attn.q_proj", embed
+    def norm(part: str, width: int) -> TensorRule:
+        return TensorRule(f"{_latent_name(part, format)}.weight", f"attention.{part}.scale", (width,))
+
+    queries, width = "queries", embed
     if dims.query is not None:
-        queries, width = "self_attn.q_b_proj", dims.query
-        yield from parts("self_attn.q_a_proj", "attention.q_down", dims.query)
-        yield TensorRule("self_attn.q_a_layernorm.weight", "attention.q_norm.scale", (dims.query,))
-    whole = TensorRule(
-        f"{queries}.weight", "attention.q_proj.weight", (heads * (dims.key + dims.rope), width)
-    )
-    yield from _in_halves(whole, heads, dims.rope)
-    for rule in parts("self_attn.kv_a_proj_with_mqa", "attention.kv_down", dims.latent + dims.rope):
+        queries, width = "q_up", dims.query
+        yield from down("q_down", dims.query)
+        yield norm("q_norm", dims.query)
+    source, shape = f"{_latent_name(queries, format)}.weight", (heads * (dims.key + dims.rope), width)
+    yield from _in_halves(TensorRule(source, "attention.q_proj.weight", shape), heads, dims.rope)
+    for rule in down("kv_down", dims.latent + dims.rope):
         yield from _in_halves(rule, 1, dims.rope)
-    yield TensorRule("self_attn.kv_a_layernorm.weight", "attention.kv_norm.scale", (dims.latent,))
-    shape = (heads * (dims.key + dims.value), dims.latent)
+    yield norm("kv_norm", dims.latent)
+    output = _latent_name("output", format)
+    yield TensorRule(f"{output}.weight", "attention.o_proj.weight", (embed, heads * dims.value))
+    if config.has_output_bias:
+        yield TensorRule(f"{output}.bias", "attention.o_proj.bias", (embed,))
+
+
+def _up_rules(
+    config: ModelConfig, dims: LatentDims, format: Format, *, is_split: bool
+) -> Iterator[TensorRule]:
+    """Yield the rules of what makes keys and values of a latent: one tensor, or two, the keys' transposed."""
+    heads = config.num_heads
+    if is_split:
+        keys, values = (heads, dims.latent, dims.key), (heads, dims.value, dims.latent)
+        yield TensorRule("attn_k_b.weight", "attention.key_up", keys, is_transposed=True)
+        yield TensorRule("attn_v_b.weight", "attention.value_up", values)
+        return
+    source, shape = f"{_latent_name('kv_up', format)}.weight", (heads * (dims.key + dims.value), dims.latent)
     for head in range(heads):
         start = head * (dims.key + dims.value)
         for target, size in (("key_up", dims.key), ("value_up", dims.value)):
             index = ((head, head + 1), (0, size), (0, dims.latent))
             part = (0, start, start + size, 1)
-            yield TensorRule(
-                "self_attn.kv_b_proj.weight", f"attention.{target}", shape, index=index, part=part
-            )
+            yield TensorRule(source, f"attention.{target}", shape, index=index, part=part)
             start += size
-    yield TensorRule("self_attn.o_proj.weight", "attention.o_proj.weight", (embed, heads * dims.value))
-    if config.has_output_bias:
-        yield TensorRule("self_attn.o_proj.bias", "attention.o_proj.bias", (embed,))
 
 
 def _in_halves(rule: TensorRule, num_heads: int, rope_dim: int) -> Iterator[TensorRule]:

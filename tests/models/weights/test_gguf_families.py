@@ -10,11 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from jkv.layers.rope import attention_scaling, inverse_frequencies
-from jkv.models.families import ModelConfig
-from jkv.models.load import abstract_decoder, parameter_targets
+from jkv.layers.latent import LatentDims
+from jkv.layers.rope import attention_scaling, inverse_frequencies, softmax_correction
+from jkv.models.families import FAMILIES, ModelConfig
+from jkv.models.load import abstract_decoder, load_model, parameter_targets
 from jkv.models.weights.model import StoredModel, open_model
 
+from ...compare import assert_close
 from .checkpoints import GOLDEN, interleave_rows
 
 ARCHITECTURES = {
@@ -25,12 +27,20 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
     "phi3": "phi3",
+    "deepseek_v2_lite": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "deepseek_v3_yarn": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)\.weight")
 
 
-def write_gguf(path: Path, model: StoredModel, architecture: str) -> Path:
-    """Write a model that was read from config.json; names and keys are the package's."""
+def write_gguf(path: Path, model: StoredModel, architecture: str, *, is_split: bool = True) -> Path:
+    """Write a model that was read from config.json; names and keys are the package's.
+
+    `is_split`: latents' up-projection is two tensors, as converters have it since they know that keys and
+    values may stay latent.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_layers)
@@ -38,9 +48,12 @@ def write_gguf(path: Path, model: StoredModel, architecture: str) -> Path:
     writer.add_embedding_length(config.embed_dim)
     writer.add_feed_forward_length(config.mlp_dim)
     writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    if config.latent is None:
+        writer.add_head_count_kv(config.num_kv_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    else:
+        add_latent_keys(writer, config, config.latent, is_split=is_split)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(config.rope.theta)
@@ -60,7 +73,9 @@ def write_gguf(path: Path, model: StoredModel, architecture: str) -> Path:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope.factor)
         writer.add_rope_scaling_orig_ctx_len(config.rope.original_max_position)
-    for name, tensor in llama_cpp_tensors(model, architecture).items():
+        if config.rope.mscale_all_dim:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope.mscale_all_dim)
+    for name, tensor in llama_cpp_tensors(model, architecture, is_split=is_split).items():
         writer.add_tensor(name, np.ascontiguousarray(tensor))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -69,7 +84,36 @@ def write_gguf(path: Path, model: StoredModel, architecture: str) -> Path:
     return path
 
 
-def llama_cpp_tensors(model: StoredModel, architecture: str) -> dict[str, np.ndarray]:
+def add_latent_keys(
+    writer: gguf.GGUFWriter, config: ModelConfig, dims: LatentDims, *, is_split: bool
+) -> None:
+    mixture = config.mixture
+    assert mixture is not None
+    routing = mixture.routing
+    writer.add_kv_lora_rank(dims.latent)
+    if dims.query is not None:
+        writer.add_q_lora_rank(dims.query)
+    head = dims.key + dims.rope
+    writer.add_head_count_kv(1 if is_split else config.num_heads)
+    writer.add_key_length(dims.latent + dims.rope if is_split else head)
+    writer.add_value_length(dims.latent if is_split else dims.value)
+    if is_split:
+        writer.add_key_length_mla(head)
+        writer.add_value_length_mla(dims.value)
+    writer.add_rope_dimension_count(dims.rope)
+    writer.add_leading_dense_block_count(mixture.num_dense_layers)
+    writer.add_expert_shared_count((mixture.shared_dim or 0) // mixture.mlp_dim)
+    writer.add_expert_weights_scale(routing.scale)
+    if routing.is_normalized:
+        writer.add_expert_weights_norm(True)
+    if routing.num_groups > 1:
+        writer.add_expert_group_count(routing.num_groups)
+        writer.add_expert_group_used_count(routing.num_active_groups)
+    if routing.score == "sigmoid":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def llama_cpp_tensors(model: StoredModel, architecture: str, *, is_split: bool) -> dict[str, np.ndarray]:
     """Return the tensors as the converter changes them, by llama.cpp's names."""
     assert model.source is not None
     heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
@@ -83,6 +127,12 @@ def llama_cpp_tensors(model: StoredModel, architecture: str) -> dict[str, np.nda
             tensor = interleave_rows(tensor, heads[part])
         if match := EXPERT.fullmatch(name):
             found.setdefault(f"{match[1]}.{match[2]}.weight", []).append(tensor)
+        elif "kv_b_proj" in name and is_split:
+            dims = model.config.latent
+            assert dims is not None
+            heads_up = tensor.reshape(model.config.num_heads, dims.key + dims.value, dims.latent)
+            found[name.replace("kv_b_proj", "k_b_proj")] = [heads_up[:, : dims.key].swapaxes(1, 2)]
+            found[name.replace("kv_b_proj", "v_b_proj")] = [heads_up[:, dims.key :]]
         elif "gate_up_proj" in name and architecture == "gpt-oss":
             for first, half in enumerate(("gate_proj", "up_proj")):
                 found[name.replace("gate_up_proj", half)] = [tensor[..., first::2]]
@@ -111,21 +161,60 @@ def without(config: ModelConfig, *names: str) -> dict[str, Any]:
     return {name: value for name, value in vars(config).items() if name not in names}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_gguf_file_holds_what_the_folder_holds(name: str, tmp_path: Path):
-    folder = open_model(GOLDEN / name)
-    file = open_model(write_gguf(tmp_path / "model.gguf", folder, ARCHITECTURES[name]))
-    # What a GGUF file does not say: its scale, the limit of its gate, who derived the factor of its yarn.
-    unsaid = ("attention_scale", "gating", "rope", "norm_eps")
+def open_folder(name: str) -> StoredModel:
+    """Return a golden whose yarn is as its family's GGUF files mean it, without saying so."""
+    model = open_model(GOLDEN / name)
+    rope = dataclasses.replace(
+        model.config.rope,
+        truncate=FAMILIES[model.config.family].has_truncated_yarn,
+        mscale=model.config.rope.mscale_all_dim,
+    )
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+
+
+def check_same(file: StoredModel, folder: StoredModel) -> None:
+    # What a GGUF file does not say: its scale, the limit of its gate, who derived the factor of its yarn, and
+    # which of DeepSeek's families it is of. Its numbers have single precision.
+    unsaid = ("attention_scale", "gating", "rope", "norm_eps", "family", "mixture")
     assert without(file.config, *unsaid) == without(folder.config, *unsaid)
     assert file.config.norm_eps == np.float32(folder.config.norm_eps)
-    for rope in (file.config.rope, folder.config.rope):
-        np.testing.assert_array_equal(inverse_frequencies(rope), inverse_frequencies(folder.config.rope))
-        assert attention_scaling(rope) == pytest.approx(attention_scaling(folder.config.rope))
+    if file.config.mixture is None:
+        assert folder.config.mixture is None
+    else:
+        routing = file.config.mixture.routing
+        rounded = dataclasses.replace(routing, scale=round(routing.scale, 6))
+        assert dataclasses.replace(file.config.mixture, routing=rounded) == folder.config.mixture
+    np.testing.assert_array_equal(
+        inverse_frequencies(file.config.rope), inverse_frequencies(folder.config.rope)
+    )
+    for factor in (attention_scaling, softmax_correction):
+        assert factor(file.config.rope) == pytest.approx(factor(folder.config.rope))
     found, expected = load(file), load(folder)
     assert found.keys() == expected.keys()
     for parameter, array in expected.items():
         np.testing.assert_array_equal(found[parameter], array, strict=True, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_gguf_file_holds_what_the_folder_holds(name: str, tmp_path: Path):
+    folder = open_folder(name)
+    check_same(open_model(write_gguf(tmp_path / "model.gguf", folder, ARCHITECTURES[name])), folder)
+
+
+def test_a_gguf_file_may_hold_the_up_projection_of_latents_whole(tmp_path: Path):
+    folder = open_folder("deepseek_v3_yarn")
+    file = write_gguf(tmp_path / "model.gguf", folder, "deepseek2", is_split=False)
+    check_same(open_model(file), folder)
+
+
+@pytest.mark.parametrize(("name", "is_split"), [("deepseek_v2_lite", False), ("deepseek_v3", True)])
+def test_a_gguf_file_with_latents_gives_the_reference_s_logits(name: str, is_split: bool, tmp_path: Path):
+    file = write_gguf(tmp_path / "model.gguf", open_model(GOLDEN / name), "deepseek2", is_split=is_split)
+    model = load_model(file)
+    with np.load(GOLDEN / name / "reference.npz") as reference:
+        tokens, expected = reference["tokens"], reference["logits"]
+    logits, _ = jax.jit(model.step)(model.weights, tokens, None, None)
+    assert_close(logits, expected, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_local_global"])
