@@ -18,6 +18,8 @@ from .poison import poison
 
 NUM_ROWS, NUM_HEADS, HEAD_DIM, PAGE_SIZE, WIDTH, CAPACITY = 16, 16, 16, 8, 12, 64
 WINDOW = 20
+# Width of a ragged step.
+NUM_TOKENS = 96
 ROWS = np.arange(NUM_ROWS)
 # Programs that run once each: what is fast to compile is fast.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -93,27 +95,33 @@ class Layout:
             jnp.asarray(array) if self.sharding is None else jax.device_put(array, self.sharding.named(*axes))
         )
 
-    def step(self, lens: list[int], seed: int) -> list[np.ndarray]:
+    def step(self, lens: list[int], seed: int, *, is_ragged: bool = False) -> list[np.ndarray]:
         """Add tokens to each row, and return what attention gives in each group."""
-        time = 1 if max(lens) == 1 else WIDTH
-        inputs = [self._inputs(form, time, seed) for form in self.forms]
+        inputs = [self._inputs(form, lens, seed, is_ragged) for form in self.forms]
         outs, self.cache = _step(
-            self.cache, self.place(np.array(lens, np.int32)), inputs, forms=self.forms, sharding=self.sharding
+            self.cache,
+            self.place(np.array(lens, np.int32)),
+            inputs,
+            forms=self.forms,
+            sharding=self.sharding,
+            is_ragged=is_ragged,
         )
         return [np.asarray(out) for out in outs]
 
-    def _inputs(self, form: Form, time: int, seed: int) -> list[jax.Array]:
-        random = np.random.default_rng(seed)
+    def _inputs(self, form: Form, lens: list[int], seed: int, is_ragged: bool) -> list[jax.Array]:
+        random, time = np.random.default_rng(seed), 1 if max(lens) == 1 else WIDTH
         query = random.standard_normal((NUM_ROWS, time, NUM_HEADS, HEAD_DIM), np.float32)
         heads = (2, NUM_ROWS, time, form.num_kv_heads or 1, HEAD_DIM)
         key, value = random.standard_normal(heads, np.float32)
         axes = ("seq", None, "q_head", None)
+        others = axes
         if form.num_kv_heads is None:
-            rows = ("seq", None, None)
-            return [self.place(query, *axes), *(self.place(x[:, :, 0], *rows) for x in (key, value))]
-        copies = form.copies(self.sharding)
-        key, value = (np.repeat(x, copies, axis=2) for x in (key, value))
-        return [self.place(x, *axes) for x in (query, key, value)]
+            key, value, others = key[:, :, 0], value[:, :, 0], ("seq", None, None)
+        else:
+            key, value = (np.repeat(x, form.copies(self.sharding), axis=2) for x in (key, value))
+        if is_ragged:
+            query, key, value = (_packed(x, lens) for x in (query, key, value))
+        return [self.place(query, *axes), self.place(key, *others), self.place(value, *others)]
 
     def fork(self, rows: np.ndarray) -> None:
         """Continue other rows of the same shard."""
@@ -143,6 +151,12 @@ class Layout:
         self.cache = self.cache.truncate(self.place(np.asarray(self.cache.lengths) - count))
 
 
+def _packed(rows: np.ndarray, lens: list[int]) -> np.ndarray:
+    """Put the tokens of all rows one after the other, and padding after them."""
+    tokens = np.concatenate([row[:count] for row, count in zip(rows, lens, strict=True)])
+    return np.pad(tokens, [(0, NUM_TOKENS - len(tokens)), *[(0, 0)] * (tokens.ndim - 1)])[None]
+
+
 def run_history(
     forms: tuple[Form, ...], sharding: Sharding | None, *, is_paged: bool
 ) -> tuple[Layout, list[list[np.ndarray]]]:
@@ -160,7 +174,10 @@ def run_history(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("forms", "sharding"), donate_argnums=0, compiler_options=COMPILER_OPTIONS
+    jax.jit,
+    static_argnames=("forms", "sharding", "is_ragged"),
+    donate_argnums=0,
+    compiler_options=COMPILER_OPTIONS,
 )
 def _step(
     cache: Cache,
@@ -169,8 +186,10 @@ def _step(
     *,
     forms: tuple[Form, ...],
     sharding: Sharding | None,
+    is_ragged: bool,
 ) -> tuple[list[jax.Array], Cache]:
-    cache, batch = cache.begin(lens, time=inputs[0][0].shape[1])
+    time = inputs[0][0].shape[1]
+    cache, batch = cache.begin_ragged(lens, num_tokens=time) if is_ragged else cache.begin(lens, time=time)
     outs = []
     for group, (form, (query, key, value)) in enumerate(zip(forms, inputs, strict=True)):
         place = {"where": (group, 1), "batch": batch, "window": form.window, "sharding": sharding}

@@ -35,6 +35,12 @@ MESHES = {
         "head": ("model", 2),
     },
 }
+EACH_SHAPE = (
+    "stripes 8",
+    "stripes 2, heads 4",
+    "sequences 4, heads 2",
+    "sequences 2, stripes 2, heads 2",
+)
 HEADS, CODECS = (8, 2, 1, None), ("bf16", "int8", "int4")
 FORMS = [
     Form(heads, codec, WINDOW if (i + j) % 2 else None)
@@ -58,24 +64,26 @@ def assert_equals_one_device(forms: tuple[Form, ...], sharding: Sharding, *, is_
             assert_close(got[group], wanted[0], 2**-7 if is_rounded else 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "forms", "is_paged", "axis_type"),
-    [
-        ("stripes 8", (Form(2, "int4"), Form(None, "int8")), False, AxisType.Auto),
-        ("stripes 2, heads 4", (Form(1, "bf16", WINDOW), Form(None, "int8")), True, AxisType.Auto),
-        ("sequences 4, heads 2", (Form(8, "int8", WINDOW), Form(2, "int4")), False, AxisType.Explicit),
-        (
-            "sequences 2, stripes 2, heads 2",
-            (Form(8, "int8", WINDOW), Form(1, "bf16", WINDOW)),
-            True,
-            AxisType.Explicit,
-        ),
-    ],
-)
-def test_a_history_over_a_mesh_equals_that_of_one_device(
-    name: str, forms: tuple[Form, ...], is_paged: bool, axis_type: AxisType
-):
-    assert_equals_one_device(forms, make_sharding(MESHES[name], axis_type), is_paged=is_paged)
+@pytest.mark.parametrize("index", range(len(EACH_SHAPE)), ids=EACH_SHAPE)
+def test_a_history_over_a_mesh_equals_that_of_one_device(index: int):
+    """Of shapes of a mesh, heads and codecs any two meet."""
+    forms = [FORMS[len(CODECS) * i + (index + i) % len(CODECS)] for i in range(len(HEADS))]
+    axis_type = AxisType.Explicit if index // 2 else AxisType.Auto
+    sharding = make_sharding(MESHES[EACH_SHAPE[index]], axis_type)
+    assert_equals_one_device(tuple(forms), sharding, is_paged=index % 2 == 1)
+
+
+def test_a_ragged_step_over_heads_and_stripes_is_that_of_one_device():
+    """Chunks beside single tokens and idle rows, from pages that other stripes hold."""
+    forms = (Form(2, "int4"), Form(None, "int8"))
+    steps = [2 * [12, 1, 0, 9, 12, 3, 1, 7], 2 * [1, 12, 8, 0, 1, 1, 12, 1]]
+    sharding = make_sharding(MESHES["stripes 2, heads 4"], AxisType.Explicit)
+    split, whole = (Layout(forms, each, is_paged=False) for each in (sharding, None))
+    for seed, lens in enumerate(steps):
+        outs, expected = (layout.step(lens, seed, is_ragged=True) for layout in (split, whole))
+        for got, wanted in zip(outs, expected, strict=True):
+            assert_close(got[:, : sum(lens)], wanted[:, : sum(lens)], 1e-5)
+    assert split.cache.lengths.tolist() == whole.cache.lengths.tolist() == np.sum(steps, axis=0).tolist()
 
 
 @pytest.mark.gate
@@ -89,7 +97,7 @@ def test_every_history_over_a_mesh_equals_that_of_one_device(index: int):
 def test_a_cache_over_a_mesh_holds_the_bytes_that_are_planned_and_reads_as_one():
     forms = (Form(2, "int4"), Form(None, "int8"))
     sharding = make_sharding(MESHES["sequences 2, stripes 2, heads 2"], AxisType.Auto)
-    layout, _ = run_history(forms, sharding, is_paged=False)
+    layout, whole = (Layout(forms, each, is_paged=False) for each in (sharding, None))
     device = layout.spec.split_heads(2)
     pools = [pool.replace(page_table=None) for pool in layout.cache.pools]
     allocated = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(pools))
@@ -98,11 +106,11 @@ def test_a_cache_over_a_mesh_holds_the_bytes_that_are_planned_and_reads_as_one()
     tables = [pool.page_table for pool in layout.cache.pools]
     allocated = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves((tables, counts)))
     assert allocated == device.table_bytes(NUM_ROWS // 2, CAPACITY)
-    got = to_canonical(layout.cache, sharding=sharding)
-    for group, form in enumerate(forms):
-        expected = to_canonical(on_one_device(form)[0].cache)
-        for which in ("keys", "values"):
-            np.testing.assert_array_equal(getattr(got, which)[group][1], getattr(expected, which)[0][1])
+    for each in (layout, whole):
+        each.step(2 * [12, 7, 12, 1, 0, 12, 5, 9], 0)
+    got, expected = to_canonical(layout.cache, sharding=sharding), to_canonical(whole.cache)
+    for one, split in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(split, one)
 
 
 @pytest.mark.parametrize(("num_stripes", "form"), [(2, Form(1, "f32")), (4, Form(None, "int8"))])
