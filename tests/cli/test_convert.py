@@ -71,3 +71,8 @@ def test_what_is_not_converted_is_refused(refusal, tiny, tmp_path, flags, messag
 def test_nothing_is_overwritten(refusal, tiny, tmp_path):
     said = refusal("convert", "--model", tiny, "--out", tmp_path, "--kv-heads", 1)
     assert "a checkpoint must go to a new folder" in said
+
+
+def test_a_folder_that_cannot_be_made_is_refused(refusal, tiny, text):
+    said = refusal("convert", "--model", tiny, "--out", text / "out", "--kv-heads", 1)
+    assert f"{text} is none to write to" in said

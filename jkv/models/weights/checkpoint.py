@@ -4,6 +4,7 @@ Knows the folder's layout; the arrays are Orbax's.
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -35,9 +36,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_new(path: Path) -> None:
-    """Refuse a folder that is there: a checkpoint overwrites nothing."""
+    """Refuse a folder that is there, for a checkpoint overwrites nothing, or that cannot be made."""
     if path.exists():
         raise ValueError(f"a checkpoint must go to a new folder, got {path}; remove it or choose another")
+    nearest = next(folder for folder in path.absolute().parents if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(
+            f"a checkpoint must go to a folder that can be made, got {path}; {nearest} is none to write to"
+        )
 
 
 def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, jax.Array]) -> None:
@@ -49,7 +55,7 @@ def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, ja
         parameters: arrays by dotted path, as `load_parameters` returns them.
 
     Raises:
-        ValueError: the folder exists.
+        ValueError: as `check_new`.
     """
     check_new(path)
     ocp.save(_folder(path), dict(parameters))
