@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.cli.options import Flag, check_output, parse_alone, read_text, show_progress
-from jkv.convert.curve import draw_curve
+from jkv.convert.curve import check_curve, draw_curve
 from jkv.convert.text import HELD_OUT, split_text
 from jkv.convert.uptrain import Model, Settings, make_model, perplexity, uptrain
 from jkv.decode.params import require_whole
@@ -121,6 +121,7 @@ def _settings(arguments: Arguments) -> Settings:
     check_new(arguments.out)
     if arguments.plot is not None:
         check_output("--plot", arguments.plot)
+        check_curve(arguments.plot)
     require_whole("--keep-every", arguments.keep_every, at_least=1, unit=" step")
     if arguments.teacher is None and arguments.teacher_share is not None:
         raise ValueError("--teacher-share is for --teacher alone; give it, or drop --teacher-share")

@@ -36,6 +36,7 @@ def test_a_trained_model_is_written_with_its_tokenizer_and_its_curve(run_json, t
         (("--steps", 5), "warmup must be less than the 5 steps, got 10"),
         (("--teacher-share", 0.5), "--teacher-share is for --teacher alone"),
         (("--keep-every", 0), "--keep-every must be at least 1 step, got 0"),
+        (("--plot", "curve.xyz"), "a curve's file must end in one of"),
         (("--momentum", 1), "--momentum"),
     ],
 )
