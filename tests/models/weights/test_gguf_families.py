@@ -20,6 +20,9 @@ from ...compare import assert_close
 from .checkpoints import GOLDEN, interleave_rows
 
 ARCHITECTURES = {
+    "mistral_sliding": "llama",
+    "qwen2": "qwen2",
+    "qwen3_qknorm": "qwen3",
     "mixtral_moe": "llama",
     "qwen3_moe": "qwen3moe",
     "gemma2": "gemma2",
