@@ -125,6 +125,7 @@ MAKERS: dict[str, Callable[[jax.Array], Any]] = {
 }
 
 
+@pytest.mark.gate  # Of programs as users compile them.
 @pytest.mark.parametrize("operation", MAKERS)
 def test_each_way_to_make_the_cache_anew_is_found(operation: str):
     found = made_anew(*compile_both(MAKERS[operation], donate_argnums=0))

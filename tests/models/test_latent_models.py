@@ -194,7 +194,8 @@ def test_layers_that_predict_later_tokens_are_left_out(tmp_path: Path):
 
 def test_a_latent_cache_is_shown():
     shown = inspect(GOLDEN / "deepseek_v3")
-    assert shown["architecture"]["latent"] == {"latent": 24, "rope": 8, "key": 16, "value": 16, "query": 32}
+    dims = {"latent": 24, "rope": 8, "key": 16, "value": 16, "query": 32}
+    assert shown["architecture"]["latent"] == dims | {"has_norm": True}
     (group,) = shown["sizes"]["cache_groups"]
     # Keys and values of 8 heads would take 8 * (16 + 8 + 16) entries a layer.
     assert (group["kind"], group["bytes_per_token"]) == ("latent", 3 * (24 + 8) * 4)
