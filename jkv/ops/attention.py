@@ -14,7 +14,7 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.ops.causal import causal_attention
 from jkv.ops.checks import Where, check_heads, check_options, check_place, check_step, find_group
-from jkv.ops.choice import Implementation, choose, module_of
+from jkv.ops.choice import Implementation, choose, choose_writer, module_of
 from jkv.ops.pools import recent_keys, stored_pages, turned, write, write_runs
 from jkv.ops.shards import run
 from jkv.ops.stripes import own_columns, own_sinks
@@ -99,6 +99,7 @@ def attend(
     if spec.kind != "gqa":
         raise ValueError(f"cache group {group} holds latents: call `attend_latent`")
     check_heads(spec, key, value)
+    writer = choose_writer(implementation, sharding and sharding.device)
     if query.shape[-1] != spec.head_dim:
         raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
 
@@ -107,7 +108,7 @@ def attend(
         pieces = batch.pieces((tiling or Tiling()).query_tokens)
         recent = recent_keys(pool, key, batch, pieces, layer)
         if key is not None:
-            pool = write(cache.spec, pool, key, value, batch, group, layer)
+            pool = write(cache.spec, pool, key, value, batch, (group, layer), writer)
             pool = write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
         arguments = PagedArguments(
             pieces.cut(turned(spec.codecs[0], query)),
@@ -188,11 +189,12 @@ def attend_latent(
     if spec.kind != "latent":
         raise ValueError(f"cache group {group} holds keys and values: call `attend`")
     check_heads(spec, latent[:, :, None], rope[:, :, None])
+    writer = choose_writer(implementation, sharding and sharding.device)
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
         query, rope_query, latent, rope, up = heads
         pieces = batch.pieces((tiling or Tiling()).query_tokens)
-        pool = write(cache.spec, pool, latent[:, :, None], rope[:, :, None], batch, group, layer)
+        pool = write(cache.spec, pool, latent[:, :, None], rope[:, :, None], batch, (group, layer), writer)
         arguments = LatentArguments(
             pieces.cut(query if up else turned(spec.codecs[0], query)),
             pieces.cut(turned(spec.codecs[1], rope_query)),
@@ -240,12 +242,13 @@ def append(
     check_step(cache, batch, sharding, key, value)
     spec = find_group(cache, where)
     check_heads(spec, key, value)
+    writer = choose_writer("auto", sharding and sharding.device)
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
         key, value = heads
         pieces = batch.pieces(Tiling().query_tokens)
         recent = recent_keys(pool, key, batch, pieces, layer)
-        pool = write(cache.spec, pool, key, value, batch, where[0], layer)
+        pool = write(cache.spec, pool, key, value, batch, (where[0], layer), writer)
         return None, None, write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
 
     heads = ("seq", None, spec.head_axis, None)

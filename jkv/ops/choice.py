@@ -1,14 +1,16 @@
-"""Which implementation of attention runs: one by name, or the platform's kernel where it takes the call.
+"""Which implementation of attention and of page writes runs: one by name, or the device's kernel if it can.
 
 Knows kernels and their refusals; no cache.
 """
 
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 
+from kernels_pallas import page_write
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Tiling
 
@@ -56,6 +58,29 @@ def choose(
     chosen = kernel if kernel is not None and reason is None else "xla"
     _LOGGER.info("attention: auto -> %s%s", chosen, "" if reason is None else f": {reason}")
     return chosen
+
+
+def choose_writer(implementation: Implementation, device: Any = None) -> Callable[..., Any]:
+    """Return the page write beside an implementation of attention, to be called as `page_write.xla`.
+
+    TPUs have a kernel. What it refuses `auto` leaves to `xla`, and logs why.
+
+    Args:
+        implementation: of attention.
+        device: see `choose`.
+    """
+    if choose(implementation, device=device) != "pallas_tpu":
+        return page_write.xla
+    kernel = importlib.import_module("kernels_pallas.page_write.pallas_tpu")
+
+    def write(pool: Any, rows: Any, slots: Any, **place: Any) -> Any:
+        reason = kernel.refusal(pool, rows) if implementation == "auto" else None
+        if reason is None:
+            return kernel.write_pages(pool, rows, slots, **place)
+        _LOGGER.info("page write: auto -> xla: %s", reason)
+        return page_write.xla(pool, rows, slots, **place)
+
+    return write
 
 
 def module_of(name: Chosen, arguments: PagedArguments | LatentArguments) -> Any:

@@ -3,6 +3,7 @@
 Knows codecs and runs of slots; attends to nothing.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,9 +43,16 @@ def read_pages(cache: Cache, group: int, which: int, pages: Int[Array, "seq page
 
 
 def write(
-    spec: CacheSpec, pool: Pool, key: Any, value: Any, batch: TokenBatch, group: int, layer: Any
+    spec: CacheSpec,
+    pool: Pool,
+    key: Any,
+    value: Any,
+    batch: TokenBatch,
+    where: tuple[int, Any],
+    writer: Callable[..., Any],
 ) -> Pool:
     """Encode a step's heads, but keys that are encoded in runs, and write them into a layer's slots."""
+    group, layer = where
     codecs, slots = spec.groups[group].codecs, batch.slots[group]
     place = {"page_offset": layer * pool.num_pages, "page_size": spec.page_size}
 
@@ -52,7 +60,7 @@ def write(
         if codec.scaling == "slots":
             return stored
         return jax.tree.map(
-            lambda array, rows: page_write.xla(array, rows, slots, **place),
+            lambda array, rows: writer(array, rows, slots, **place),
             stored,
             encode(codec, heads, _of_layer(scales, layer)),
         )

@@ -14,7 +14,7 @@ from jkv.decode.sampling import Sampler
 from jkv.in_place import assert_programs_update_in_place
 from jkv.models.decoder import Decoder, cache_spec
 from jkv.models.step import split_model
-from jkv.ops import pools
+from jkv.ops import choice
 from kernels_pallas import page_write
 
 from ..tiny import make_config
@@ -80,7 +80,7 @@ def test_the_gate_finds_a_write_that_takes_a_layer_out_and_puts_it_back(monkeypa
         layer = page_write.xla(layer, rows, slots, page_offset=0, page_size=page_size)
         return jax.lax.dynamic_update_slice_in_dim(pool, layer, page_offset, axis=0)
 
-    monkeypatch.setattr(pools, "page_write", SimpleNamespace(xla=write_layer))
+    monkeypatch.setattr(choice, "page_write", SimpleNamespace(xla=write_layer))
     with pytest.raises(AssertionError, match="temporaries must grow by at most"):
         assert_programs_update_in_place(compile_loop(2, SMALL_TOKENS), compile_loop(2, LARGE_TOKENS))
 
