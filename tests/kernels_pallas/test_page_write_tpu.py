@@ -151,7 +151,7 @@ def test_what_the_kernel_does_not_take_is_refused_with_its_sizes(
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("machine", ["v5e", "v5p", "v6e", "tpu7x"])
+@pytest.mark.parametrize("machine", ["v5e", "v6e"])
 @pytest.mark.parametrize("tokens", [(64, 1), (1, 512)], ids=["decode", "chunk"])
 @pytest.mark.parametrize(
     ("dtype", "num_heads", "head_dim", "page_size"),
