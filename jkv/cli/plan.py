@@ -210,8 +210,9 @@ def compile_plan(arguments: Arguments) -> dict[str, Any]:
     try:
         job = make_job(arguments)
     except ValueError as error:
+        # Where no mesh will do, it is not the mesh that is wrong.
         fitting = " or ".join(name for name, _ in _jobs(arguments))
-        raise ValueError(f"{error}; meshes that divide it: {fitting or 'none'}") from error
+        raise ValueError(f"{error}; meshes that divide it: {fitting}" if fitting else str(error)) from error
     model = {"model": arguments.model, "mesh": arguments.mesh, "cache": asdict(_cache(arguments))}
     return model | compile_shown(job, arguments.batch, lambda: _jobs(arguments))
 

@@ -236,6 +236,9 @@ def test_a_mesh_that_does_not_divide_is_refused_with_those_that_do(refusal):
     said = refusal("plan", "--compile", "--model", "qwen3-30b-a3b", "--context", "512", "--mesh", "v6e-8")
     assert "must split key and value heads evenly, got 4 over 8" in said
     assert said.endswith("meshes that divide it: v5p-64 or v5p-64-experts")
+    said = refusal("plan", "--compile", "--model", "qwen3-30b-a3b", "--mesh", "v6e-8")
+    assert "--context" in said
+    assert "meshes" not in said
 
 
 def test_a_compiler_that_is_not_installed_is_named_with_its_extra(refusal, monkeypatch):
