@@ -86,7 +86,7 @@ def test_a_ragged_step_over_heads_and_stripes_is_that_of_one_device():
     assert split.cache.lengths.tolist() == whole.cache.lengths.tolist() == np.sum(steps, axis=0).tolist()
 
 
-@pytest.mark.gate
+@pytest.mark.histories
 @pytest.mark.parametrize("index", range(len(MESHES)), ids=MESHES)
 def test_every_history_over_a_mesh_equals_that_of_one_device(index: int):
     axis_type = AxisType.Explicit if index // 2 % 2 else AxisType.Auto
