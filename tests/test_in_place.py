@@ -157,6 +157,23 @@ def test_what_no_program_of_the_cpu_does_is_found_too():
     assert [line.split()[0] for line in _makers(program, 16)] == ["%copy-start.1", "ROOT"]
 
 
+def test_tiles_under_another_name_are_no_copy():
+    program = """
+%copy_fusion (input: u8[2,32,128]) -> u8[2,32,128] {
+  %input = u8[2,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = u8[2,32,128]{2,1,0:T(8,128)(4,1)} copy(%input)
+}
+
+ENTRY %main (p: u8[2,32,128]) -> u8[2,32,128] {
+  %p = u8[2,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %fusion = u8[2,32,128]{2,1,0} fusion(%p), kind=kLoop, ALIASING, calls=%copy_fusion
+}
+"""
+    aliasing = "output_to_operand_aliasing={{}: (0, {})}"
+    assert _makers(program.replace("ALIASING", aliasing), 8192) == []
+    assert [line.split()[1] for line in _makers(program, 8192)] == ["%copy.1"]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
