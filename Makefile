@@ -26,8 +26,8 @@ gates: .venv/.test .venv-aot/.test
 	$(PYTEST) -n $(WORKERS) -vv -m gate
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n $(WORKERS) -vv -m "$(AOT)"
 
-# A cover of the cache's forms in which any three values meet, and histories over meshes. Not yet among the gates: a few
-# forms in fp8 differ from the definition by an entry that is rounded the other way.
+# A cover of the cache's forms in which any three values meet, and histories over meshes. Not yet among the gates: two of
+# its forms fail, one of them in fp8_e5m2 (a relative error of 1.3e-5 where 1e-5 is asked); why is not known.
 histories: .venv/.test
 	$(QUICK) $(PYTEST) -n $(WORKERS) -vv -m histories
 
