@@ -1,5 +1,7 @@
 """What a walk takes beside pools: pieces of the step's rows, and their queries in the order of its rows."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -11,15 +13,26 @@ from kernels_pallas.tpu.sizes import Sizes
 HIDDEN = 2**30
 
 
+class Pieces(NamedTuple):
+    """The pieces of a step and one past them, int32 `[piece + 1]` each, or their refs.
+
+    Attributes:
+        starts: tokens before a piece's; 0 without tokens, so that it has no pages.
+        lens: its tokens.
+        firsts: the first position that it sees.
+        following: the next piece that sees any, which may be the piece itself.
+    """
+
+    starts: Any
+    lens: Any
+    firsts: Any
+    following: Any
+
+
 def pieces_of(
     starts: Int[Array, " seq"], lens: Int[Array, " seq"], sizes: Sizes, window: int | None
-) -> tuple[
-    Int[Array, " one_more"], Int[Array, " one_more"], Int[Array, " one_more"], Int[Array, " one_more"]
-]:
-    """Return starts, lengths and first positions seen of all pieces, and of each the next that sees any.
-
-    A piece without tokens starts at 0, so that it has no pages; the next may be the piece itself.
-    """
+) -> Pieces:
+    """Return the pieces of a step."""
     past = jnp.arange(sizes.pieces_per_seq, dtype=jnp.int32)[None] * sizes.query_tokens
     piece_lens = jnp.clip(lens[:, None] - past, 0, sizes.query_tokens).reshape(-1)
     piece_starts = jnp.where(piece_lens > 0, (starts[:, None] + past).reshape(-1), 0)
@@ -34,7 +47,7 @@ def pieces_of(
     firsts = jnp.pad(firsts, padding, constant_values=HIDDEN)
     index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
     following = jax.lax.cummin(jnp.where(firsts < HIDDEN, index, sizes.num_pieces), reverse=True)
-    return piece_starts, piece_lens, firsts, following
+    return Pieces(piece_starts, piece_lens, firsts, following)
 
 
 def to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Array:

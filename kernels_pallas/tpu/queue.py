@@ -2,7 +2,8 @@
 
 While one tile is attended to, the next `num_buffers - 1` are on their way, the first tiles of the next pieces
 among them, so that short sequences do not wait for one another. Of a tile only the pages that a query sees
-are fetched, in one copy of all heads for each pool. Knows no query and no number that is stored.
+are fetched, in one copy of all heads for each pool. Of the page table the part that names them is in SMEM,
+and the next on its way. Knows no query and no number that is stored.
 """
 
 import dataclasses
@@ -14,11 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.tpu.parts import LANES, Stored
+from kernels_pallas.tpu.pieces import Pieces
 from kernels_pallas.tpu.sizes import Sizes
 
-# The cursor: the piece and tile that are fetched next and their buffer, and the buffer that is next in use.
-CURSOR = 4
-_PIECE, _TILE, _FILL, _DRAIN = range(CURSOR)
+# The cursor: the piece and tile that are fetched next and their buffer, the buffer that is next in use, and
+# the part of the table that is in use and its slot.
+CURSOR = 6
+_PIECE, _TILE, _FILL, _DRAIN, _PART, _SLOT = range(CURSOR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,43 +30,43 @@ class Queue:
 
     Attributes:
         sizes: of the call.
-        table: int32 `[seq * max_pages]` in SMEM, as the next five.
-        starts: int32 `[piece + 1]`.
-        lens: the same.
-        firsts: the same.
-        following: the same.
-        offset: int32 `[1]`.
+        pieces: in SMEM.
+        offset: int32 `[1]` in SMEM.
+        table: int32 `[part, seq * max_pages]` in HBM.
         pools: in HBM.
         tiles: entries `[buffer, kv_head, page, row, 128]` and scales `[buffer, page, kv_head * row, 128]` of
             each pool, in VMEM.
-        cursor: int32 `[4]` in SMEM, as the next two.
+        rows: int32 `[slot, seq * max_pages]` in SMEM, as the next four: parts of the table.
+        cursor: int32 `[6]`.
         copies: int32 `[buffer]`, pages on their way.
         holes: int32 `[buffer]`, pages that are none.
+        places: int32 `[buffer, page]`, places in the tile of those that are none.
         semaphores: `[pool, buffer]`.
+        row_semaphores: `[slot]`.
     """
 
     sizes: Sizes
-    table: Any
-    starts: Any
-    lens: Any
-    firsts: Any
-    following: Any
+    pieces: Pieces
     offset: Any
+    table: Any
     pools: tuple[Stored, ...]
     tiles: tuple[Stored, ...]
+    rows: Any
     cursor: Any
     copies: Any
     holes: Any
+    places: Any
     semaphores: Any
+    row_semaphores: Any
 
     def first_page(self, piece: Any) -> Any:
         """Return the first page that a piece sees."""
-        return jax.lax.div(self.firsts[piece], self.sizes.shape.page_size)
+        return jax.lax.div(self.pieces.firsts[piece], self.sizes.shape.page_size)
 
     def end_page(self, piece: Any) -> Any:
         """Return the page past the last that a piece sees."""
         page_size = self.sizes.shape.page_size
-        return jax.lax.div(self.starts[piece] + self.lens[piece] + page_size - 1, page_size)
+        return jax.lax.div(self.pieces.starts[piece] + self.pieces.lens[piece] + page_size - 1, page_size)
 
     def pages_of(self, piece: Any, tile: Any) -> tuple[Any, Any]:
         """Return the pages of a tile that a piece sees."""
@@ -76,23 +79,17 @@ class Queue:
         block_pages = self.sizes.block_pages
         return jax.lax.div(self.first_page(piece), block_pages), pl.cdiv(self.end_page(piece), block_pages)
 
-    def page_id(self, piece: Any, page: Any) -> Any:
-        """Return a page's place in its layer; no page's where it is outside [0, num_pages)."""
-        max_pages = self.sizes.shape.max_pages
-        row = jax.lax.div(piece, self.sizes.pieces_per_seq) * max_pages
-        return self.table[row + jax.lax.rem(page, max_pages)]
-
-    def is_page(self, index: Any) -> Any:
-        """Return whether a place in a layer is a page's."""
-        return (index >= 0) & (index < self.sizes.num_pages)
-
     def begin(self) -> None:
         """Start the copies of the first tiles, all that there is room for but one."""
-        first = self.following[0]
+        first = self.pieces.following[0]
         self.cursor[_PIECE] = first
         self.cursor[_TILE] = self.tiles_of(first)[0]
         self.cursor[_FILL] = 0
         self.cursor[_DRAIN] = 0
+        self.cursor[_SLOT] = 0
+        part = self._part_of(jnp.minimum(first, self.sizes.num_pieces - 1))
+        self._copy_rows(part, self._next_slot()).start()
+        self._take_rows(part)
         for _ in range(self.sizes.num_buffers - 1):
             self.fetch()
 
@@ -102,25 +99,36 @@ class Queue:
 
         @pl.when(piece < self.sizes.num_pieces)
         def _():
+            part = self._part_of(piece)
+            if self.sizes.num_parts > 1:
+                pl.when(part != self.cursor[_PART])(lambda: self._take_rows(part))
+            slot = self.cursor[_SLOT]
+            max_pages = self.sizes.shape.max_pages
+            row = jax.lax.div(piece, self.sizes.pieces_per_seq) - part * self.sizes.part_seqs
             begin, end = self.pages_of(piece, tile)
 
             def fetch_page(page, num_copies):
-                index, place = self.page_id(piece, page), page - tile * self.sizes.block_pages
-                is_page = self.is_page(index)
+                index = self.rows[slot, row * max_pages + jax.lax.rem(page, max_pages)]
+                place = page - tile * self.sizes.block_pages
+                is_page = (index >= 0) & (index < self.sizes.num_pages)
 
                 @pl.when(is_page)
                 def _():
                     for copy in self._copies(index + self.offset[0], buffer, place):
                         copy.start()
 
-                pl.when(~is_page)(lambda: self._clear_values(buffer, place))
+                @pl.when(~is_page)
+                def _():
+                    self.places[buffer, page - begin - num_copies] = place
+                    self._clear_values(buffer, place)
+
                 return num_copies + is_page.astype(jnp.int32)
 
             num_copies = jax.lax.fori_loop(begin, end, fetch_page, jnp.int32(0))
             self.copies[buffer] = num_copies
             self.holes[buffer] = end - begin - num_copies
             is_last = tile + 1 >= self.tiles_of(piece)[1]
-            following = self.following[piece + 1]
+            following = self.pieces.following[piece + 1]
             self.cursor[_PIECE] = jnp.where(is_last, following, piece)
             self.cursor[_TILE] = jnp.where(is_last, self.tiles_of(following)[0], tile + 1)
             self.cursor[_FILL] = self._next(buffer)
@@ -140,6 +148,29 @@ class Queue:
     def leave(self, buffer: Any) -> None:
         """Give a tile's buffer back."""
         self.cursor[_DRAIN] = self._next(buffer)
+
+    def _part_of(self, piece: Any) -> Any:
+        """Return the part of the table that names a piece's pages."""
+        return jax.lax.div(piece, self.sizes.pieces_per_seq * self.sizes.part_seqs)
+
+    def _take_rows(self, part: Any) -> None:
+        """Wait for a part of the table, and start the copy of the next that is needed."""
+        slot = self._next_slot()
+        self._copy_rows(part, slot).wait()
+        self.cursor[_PART] = part
+        self.cursor[_SLOT] = slot
+        end = (part + 1) * self.sizes.pieces_per_seq * self.sizes.part_seqs
+        following = self.pieces.following[jnp.minimum(end, self.sizes.num_pieces)]
+
+        @pl.when(following < self.sizes.num_pieces)
+        def _():
+            self._copy_rows(self._part_of(following), self._next_slot()).start()
+
+    def _next_slot(self) -> Any:
+        return jax.lax.rem(self.cursor[_SLOT] + 1, self.sizes.num_slots)
+
+    def _copy_rows(self, part: Any, slot: Any) -> Any:
+        return pltpu.make_async_copy(self.table.at[part], self.rows.at[slot], self.row_semaphores.at[slot])
 
     def _copies(self, index: Any, buffer: Any, place: Any) -> list[Any]:
         """Return the copies of a page of the pools to a place in a tile."""

@@ -97,6 +97,7 @@ class Sizes:
         rows: queries of a piece and KV head, `token * group + head`, rounded up to whole sublanes.
         block_pages: pages of a tile.
         num_buffers: tiles in VMEM.
+        part_seqs: rows of the page table that are in SMEM at once.
     """
 
     shape: Shape
@@ -108,6 +109,17 @@ class Sizes:
     rows: int
     block_pages: int
     num_buffers: int
+    part_seqs: int
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the page table."""
+        return -(-self.shape.num_seqs // self.part_seqs)
+
+    @property
+    def num_slots(self) -> int:
+        """Parts that SMEM has room for: one that is in use and one on its way, or all that there is."""
+        return min(2, self.num_parts)
 
     @property
     def block(self) -> int:
@@ -132,7 +144,14 @@ def sizes_of(shape: Shape, num_pages: int, tiling: Tiling) -> Sizes:
         rows=rows,
         block_pages=block_tokens(shape, tiling) // shape.page_size,
         num_buffers=tiling.num_buffers,
+        part_seqs=_part_seqs(shape),
     )
+
+
+def _part_seqs(shape: Shape) -> int:
+    """Return the rows of the page table in a part: all, or as many as leave room for another part."""
+    most = SMEM_BYTES // (4 * shape.max_pages)
+    return shape.num_seqs if shape.num_seqs <= most else most // 2
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -163,11 +182,10 @@ def tiling_for(shape: Shape, token_bytes: int, *, window: int | None) -> Tiling:
 
 def refusal(shape: Shape, tiling: Tiling) -> str | None:
     """Return why a call does not fit a TPU's memories, in one sentence; None where it does."""
-    table_bytes = 4 * shape.num_seqs * shape.max_pages
-    if table_bytes > SMEM_BYTES:
+    if _part_seqs(shape) == 0:
         return (
-            f"the page table must take at most {SMEM_BYTES:,} bytes, got {table_bytes:,} for "
-            f"{shape.num_seqs} sequences of {shape.max_pages} pages; use larger pages"
+            f"a row of the page table must take at most {SMEM_BYTES // min(2, shape.num_seqs):,} bytes, got "
+            f"{4 * shape.max_pages:,} for {shape.max_pages} pages; use larger pages"
         )
     is_scaled = any(part.scaling == "token" for part in shape.parts)
     if is_scaled and shape.column % LANES and LANES % shape.column:

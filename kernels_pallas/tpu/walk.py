@@ -6,7 +6,8 @@ column of their pages, then those in the next, so that rows of pools are multipl
 by a queue.
 
 Grid: steps of `pieces_per_step` pieces, in order. VMEM: a step's queries and outputs, `num_buffers` tiles,
-and the sums of one piece. SMEM: page table, starts, lengths, the queue's cursor. Limits: `sizes.refusal`.
+and the sums of one piece. SMEM: pieces, two parts of the page table, the queue's cursor. Limits:
+`sizes.refusal`.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.paged_attention.contract import Pages
 from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
-from kernels_pallas.tpu.pieces import HIDDEN, from_rows, pieces_of, sink_rows, to_rows
+from kernels_pallas.tpu.pieces import HIDDEN, Pieces, from_rows, pieces_of, sink_rows, to_rows
 from kernels_pallas.tpu.queue import CURSOR, Queue
 from kernels_pallas.tpu.sizes import MAX_ROWS, VMEM_BYTES, Sizes, tile_shapes
 
@@ -63,15 +64,16 @@ def walk(
         options: of the call.
     """
     table, starts, lens, offset = rows
+    table = jnp.pad(table, ((0, sizes.num_parts * sizes.part_seqs - table.shape[0]), (0, 0)))
     shape = sizes.shape
     operands = [
         to_rows(query.astype(shape.operand_dtype), sizes, part)
         for query, part in zip(queries, shape.keys, strict=True)
     ]
     out, log_sum = _call(sizes, options, has_sinks=sinks is not None)(
-        table.reshape(-1),
-        *pieces_of(starts, lens, sizes, options.window),
+        pieces_of(starts, lens, sizes, options.window),
         jnp.asarray(offset, jnp.int32)[None],
+        table.reshape(sizes.num_parts, -1),
         tuple(operands),
         None if sinks is None else sink_rows(sinks, sizes),
         tuple(stored_of(pages) for pages in pools),
@@ -102,9 +104,14 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
     return pl.pallas_call(
         functools.partial(_kernel, sizes=sizes, options=options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
+            num_scalar_prefetch=2,
             grid=(sizes.num_pieces // sizes.pieces_per_step,),
-            in_specs=[queries, sink_spec, tuple(Stored(in_hbm, of_scales[p.scaling]) for p in shape.parts)],
+            in_specs=[
+                in_hbm,
+                queries,
+                sink_spec,
+                tuple(Stored(in_hbm, of_scales[part.scaling]) for part in shape.parts),
+            ],
             out_specs=[of_step(sizes.rows, value_lanes), of_step(sum_rows)],
             scratch_shapes=[
                 tuple(_tiles(sizes, part) for part in shape.parts),
@@ -112,10 +119,13 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
                 sums,
                 sums,
                 pltpu.VMEM((shape.num_kv_heads, sizes.rows, value_lanes), jnp.float32),
+                pltpu.SMEM((sizes.num_slots, sizes.part_seqs * shape.max_pages), jnp.int32),
                 pltpu.SMEM((CURSOR,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
+                pltpu.SMEM((sizes.num_buffers, sizes.block_pages), jnp.int32),
                 pltpu.SemaphoreType.DMA((len(shape.parts), sizes.num_buffers)),
+                pltpu.SemaphoreType.DMA((sizes.num_slots,)),
             ],
         ),
         out_shape=[
@@ -137,12 +147,9 @@ def _tiles(sizes: Sizes, part: Part) -> Stored:
 
 
 def _kernel(
-    table_ref,  # int32 [seq * max_pages]                      SMEM, prefetched
-    starts_ref,  # int32 [piece + 1]                           SMEM, prefetched
-    lens_ref,  # int32 [piece + 1]                             SMEM, prefetched
-    firsts_ref,  # int32 [piece + 1]                           SMEM, prefetched
-    following_ref,  # int32 [piece + 1]                        SMEM, prefetched
+    pieces: Pieces,  # int32 [piece + 1] each                  SMEM, prefetched
     offset_ref,  # int32 [1]                                   SMEM, prefetched
+    table_ref,  # int32 [part, seq * max_pages]                HBM
     query_refs,  # of each pool of keys: [step_piece, kv_head, share * row, lane]      VMEM
     sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
     pools: tuple[Any, ...],  # of each: entries and scales of tokens   HBM; scales of heads VMEM
@@ -153,10 +160,13 @@ def _kernel(
     peak_ref,  # float32 [kv_head, row, 128], equal lanes      VMEM
     total_ref,  # float32 [kv_head, row, 128], to be added     VMEM
     sum_ref,  # float32 [kv_head, row, lane]                   VMEM
-    cursor_ref,  # int32 [4]                                   SMEM
+    rows_ref,  # int32 [slot, seq * max_pages]                 SMEM
+    cursor_ref,  # int32 [6]                                   SMEM
     copies_ref,  # int32 [buffer]: pages on their way          SMEM
     holes_ref,  # int32 [buffer]: pages that are none          SMEM
+    places_ref,  # int32 [buffer, page]: where these are       SMEM
     semaphores_ref,  # DMA [pool, buffer]
+    row_semaphores_ref,  # DMA [slot]
     *,
     sizes: Sizes,
     options: Options,
@@ -165,18 +175,18 @@ def _kernel(
     page_size, share, column = shape.page_size, shape.share, shape.column
     queue = Queue(
         sizes,
-        table_ref,
-        starts_ref,
-        lens_ref,
-        firsts_ref,
-        following_ref,
+        pieces,
         offset_ref,
+        table_ref,
         pools,
         tiles,
+        rows_ref,
         cursor_ref,
         copies_ref,
         holes_ref,
+        places_ref,
         semaphores_ref,
+        row_semaphores_ref,
     )
 
     def clear(index, buffer, begin, end):
@@ -208,7 +218,7 @@ def _kernel(
     def clear_edges(piece, tile, buffer):
         """Zero what a dead slot would spoil: all of a weighted sum, or the slot that shares its row."""
         begin = queue.first_page(piece) * page_size - tile * block
-        end = starts_ref[piece] + lens_ref[piece] - tile * block
+        end = pieces.starts[piece] + pieces.lens[piece] - tile * block
         for index, part in enumerate(shape.parts):
             # Integers are never NaN, and scales of dead slots are dropped.
             if part.dtype != jnp.int8 and (index == shape.value or part.columns.share > 1):
@@ -221,17 +231,15 @@ def _kernel(
             place += jax.lax.div(place, column) * (page_size - column)
         return jnp.concatenate([place + i * column for i in range(share)], axis=1)
 
-    def hide(piece, tile):
+    def hide(buffer):
         """Mark the tokens of a tile whose pages are none."""
-        begin, end = queue.pages_of(piece, tile)
 
-        def hide_page(page, hidden):
-            slot = slots() - (page - tile * block_pages) * page_size
-            is_hole = ~queue.is_page(queue.page_id(piece, page))
-            is_hidden = (slot >= 0) & (slot < page_size) & is_hole
-            return jnp.where(is_hidden, HIDDEN, hidden)
+        def hide_page(hole, hidden):
+            slot = slots() - places_ref[buffer, hole] * page_size
+            return jnp.where((slot >= 0) & (slot < page_size), HIDDEN, hidden)
 
-        hidden_ref[...] = jax.lax.fori_loop(begin, end, hide_page, jnp.zeros((1, block), jnp.int32))
+        nothing = jnp.zeros((1, block), jnp.int32)
+        hidden_ref[...] = jax.lax.fori_loop(0, holes_ref[buffer], hide_page, nothing)
 
     def show_all():
         hidden_ref[...] = jnp.zeros((1, block), jnp.int32)
@@ -284,9 +292,9 @@ def _kernel(
     def attend(index, piece, tile, buffer):
         """Take a tile into the sums of a piece."""
         position = tile * block + slots()
-        is_hidden = (hidden_ref[...] > 0) | (position < firsts_ref[piece])
+        is_hidden = (hidden_ref[...] > 0) | (position < pieces.firsts[piece])
         # Row `token * group + head` sees places up to its token's, compared in rows: nothing is divided.
-        past = jnp.where(is_hidden, HIDDEN, (position - starts_ref[piece]) * shape.group)
+        past = jnp.where(is_hidden, HIDDEN, (position - pieces.starts[piece]) * shape.group)
         row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, block), 0)
         is_seen = past <= row
         if options.window is not None:
@@ -294,7 +302,7 @@ def _kernel(
         part_scales = [scales(part, buffer) for part in range(len(shape.parts))]
         value_scale = part_scales[shape.value]
         if value_scale is not None:
-            is_live = past < lens_ref[piece] * shape.group
+            is_live = past < pieces.lens[piece] * shape.group
             if options.window is not None:
                 is_live &= past + options.window * shape.group > 0
             value_scale = jnp.where(is_live, value_scale, 0.0)
@@ -365,7 +373,7 @@ def _kernel(
     def end_piece(index, piece):
         """Write what a piece attended to."""
         row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
-        is_row = row < lens_ref[piece] * shape.group
+        is_row = row < pieces.lens[piece] * shape.group
         columns = shape.values.columns
         for head in range(shape.num_kv_heads):
             peak = peak_ref[head][:, :1]
@@ -405,7 +413,7 @@ def _kernel(
             buffer = queue.take()
             has_holes = holes_ref[buffer] > 0
             clear_edges(piece, tile, buffer)
-            pl.when(has_holes)(lambda: hide(piece, tile))
+            pl.when(has_holes)(lambda: hide(buffer))
             attend(index, piece, tile, buffer)
             pl.when(has_holes)(show_all)
             queue.leave(buffer)

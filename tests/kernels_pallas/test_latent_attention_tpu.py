@@ -97,7 +97,7 @@ def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     """All tiles are full: the count of another one in the same buffer would be waited for in vain."""
     shape = Shape(2, 128, 64, 32, 32, page_size=32, time=5, totals=(384, 128))
     arguments, num_pages = encoded(shape, "f32")
-    put_fault(fault, pallas_tpu, monkeypatch)
+    put_fault(FAULTS[fault], pallas_tpu, monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages)
     whole, row = relative_errors(out, run_reference(shape, arguments, num_pages)[0])
     assert has_races() or not (whole < 1e-3 and row < 1e-3)

@@ -16,7 +16,7 @@ from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
 from kernels_pallas.paged_attention import PagedArguments, Tiling, pallas_tpu
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
-from kernels_pallas.tpu import sizes
+from kernels_pallas.tpu import queue, sizes
 
 from ..compare import assert_close, relative_errors
 from ..loops import LARGE, SMALL, loop
@@ -149,7 +149,7 @@ def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     """All tiles are full: the count of another one in the same buffer would be waited for in vain."""
     shape = Shape(2, 1, 128, page_size=16, time=5, totals=(384, 128))
     arguments, num_pages = make_arguments(shape)
-    put_fault(fault, pallas_tpu, monkeypatch)
+    put_fault(FAULTS[fault], pallas_tpu, monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages)
     expected, _ = run_reference(shape, arguments, num_pages)
     whole, row = relative_errors(out, expected)
@@ -215,12 +215,42 @@ def test_pages_that_do_not_suit_the_kernel_are_refused_with_their_sizes(
     assert message in refused
 
 
-def test_a_page_table_that_does_not_fit_is_refused_with_its_sizes():
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None,
+        *[
+            pytest.param(fault, marks=pytest.mark.gate)
+            for fault in [
+                ("self._copy_rows(part, slot).wait()", "pass"),
+                ("self._copy_rows(self._part_of(following)", "self._copy_rows(part + 1"),
+            ]
+        ],
+    ],
+)
+def test_a_page_table_comes_in_parts_of_which_those_of_idle_rows_are_left_out(fault, monkeypatch):
+    """Parts of one row; a wrong part, or one that is not waited for, shows."""
+    shape = Shape(2, 1, 128, page_size=16, time=1, totals=(150, 0, 0, 37, 20, 0, 140))
+    arguments, num_pages = make_arguments(shape)
+    table = arguments.page_table.at[3, 1].set(num_pages)
+    arguments = arguments._replace(page_table=table)
+    monkeypatch.setattr(sizes, "SMEM_BYTES", 2 * 4 * table.shape[1])
+    if fault is not None:
+        put_fault((queue, *fault), pallas_tpu, monkeypatch)
+    out, _ = run_kernel(shape, arguments, num_pages)
+    whole, row = relative_errors(out, run_reference(shape, arguments, num_pages)[0])
+    assert (has_races() or not (whole < 1e-5 and row < 1e-5)) == (fault is not None)
+
+
+def test_a_row_of_the_page_table_that_does_not_fit_is_refused_with_its_sizes():
     arguments, _ = make_arguments(Shape(2, 1, 128, page_size=16, time=1), jnp.bfloat16)
-    table = jax.ShapeDtypeStruct((1024, 1024), jnp.int32)
-    refused = pallas_tpu.refusal(arguments._replace(page_table=table))
-    assert refused is not None
-    assert "at most 524,288 bytes, got 4,194,304 for 1024 sequences of 1024 pages" in refused
+
+    def refused(*dims: int) -> str | None:
+        return pallas_tpu.refusal(arguments._replace(page_table=jax.ShapeDtypeStruct(dims, jnp.int32)))
+
+    assert refused(1, 131_072) is None
+    assert refused(1024, 65_536) is None
+    assert "at most 262,144 bytes, got 262,148 for 65537 pages" in str(refused(1024, 65_537))
 
 
 def test_a_tile_is_no_longer_than_what_may_be_seen():
@@ -290,6 +320,15 @@ def test_the_kernel_compiles_for_tpus_within_their_memories(name: str, codec: st
     memory = program.memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("machine", ["v5e", "tpu7x"])
+def test_the_kernel_compiles_for_tpus_with_a_page_table_larger_than_their_smem(machine: str):
+    arguments, num_pages = model_arguments(MODELS["llama3_70b_of_8"], "bf16")
+    arguments = arguments._replace(page_table=jax.ShapeDtypeStruct((64, 8192), jnp.int32))
+    call = functools.partial(pallas_tpu.paged_attention, num_pages=num_pages, scale=0.1)
+    jax.jit(call).lower(shapes_on(find_target(machine), arguments)).compile()
 
 
 @pytest.mark.tpu_aot

@@ -61,7 +61,10 @@ def _laid_out(array: jax.Array | None) -> jax.Array | None:
     return jnp.asarray(in_rows(rows, 128, fill)).astype(array.dtype)
 
 
-FAULTS: dict[str, tuple[ModuleType, str, str]] = {
+# A module of the walk, what is in its source once, and what is to be there instead.
+Fault = tuple[ModuleType, str, str]
+
+FAULTS: dict[str, Fault] = {
     "a copy that is not waited for": (queue, "copy.wait()", "pass"),
     "a copy into a tile that is in use": (
         queue,
@@ -84,9 +87,9 @@ FAULTS: dict[str, tuple[ModuleType, str, str]] = {
 }
 
 
-def put_fault(fault: str, kernel: ModuleType, monkeypatch) -> None:
+def put_fault(fault: Fault, kernel: ModuleType, monkeypatch) -> None:
     """Have a kernel's module walk with a fault in the source."""
-    where, found, replacement = FAULTS[fault]
+    where, found, replacement = fault
     source = inspect.getsource(where)
     assert source.count(found) == 1, f"{found!r} is to be in the source once"
     spec = importlib.util.spec_from_loader("faulty", loader=None)
