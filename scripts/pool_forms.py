@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.lax import GatherScatterMode, ScatterDimensionNumbers
 
 from jkv.in_place import added_temporaries
-from jkv.targets import TARGETS, shapes_on, target
+from jkv.targets import shapes_on, target
+from kernels_pallas.page_write.xla import write_pages
 
 NUM_SEQS, NUM_HEADS, LANES = 4, 8, 128
 # Bytes of the two pools: both past what a TPU keeps in its vector memory.
@@ -43,23 +43,11 @@ def write_slots(pool: jax.Array, rows: jax.Array, pages: jax.Array, slots: jax.A
 
 
 def write_lanes(pool: jax.Array, rows: jax.Array, pages: jax.Array, slots: jax.Array) -> jax.Array:
-    """Write into `[page, head, row, 128]` by a scatter of windows of slots, as `page_write` does."""
+    """Write into `[page, head, row, 128]` as jkv does."""
     width = rows.shape[-1]
-    per_row = LANES // width
-    whole = jnp.ones((NUM_SEQS, NUM_HEADS), jnp.int32)
-    row, lane = (slots // per_row)[:, None] * whole, (slots % per_row * width)[:, None] * whole
-    index = jnp.stack([pages[:, None] * whole, jnp.arange(NUM_HEADS)[None] * whole, row, lane], axis=-1)
-    numbers = ScatterDimensionNumbers(
-        update_window_dims=(1,), inserted_window_dims=(0, 1, 2), scatter_dims_to_operand_dims=(0, 1, 2, 3)
-    )
-    return jax.lax.scatter(
-        pool,
-        index.reshape(-1, 4),
-        rows.reshape(-1, width),
-        numbers,
-        mode=GatherScatterMode.FILL_OR_DROP,
-        unique_indices=True,
-    )
+    page_size = pool.shape[2] * LANES // width
+    places = (pages * page_size + slots)[:, None]
+    return write_pages(pool, rows[:, None], places, page_offset=0, page_size=page_size)
 
 
 FORMS = {"[page, head, slot, entry]": write_slots, "[page, head, slot * entry / 128, 128]": write_lanes}
@@ -103,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--machines", default=",".join(TARGETS), help="names with commas")
+    parser.add_argument("--machines", default="v5e,v6e,h200", help="names with commas")
     machines = parser.parse_args().machines.split(",")
     print("| array | stored as | " + " | ".join(machines) + " |")
     print("|" + "---|" * (2 + len(machines)))

@@ -37,6 +37,8 @@ AXES: dict[str, list] = {
 
 # One of each way to scale; the gate has all.
 CODECS = ["f32", "bf16", "fp8_e4m3", "int4"]
+# Of these every form; those left out, of which rows of 128 lanes are one, meet them in threes.
+WHOLE = {"layout": AXES["layout"][:3], "codec": [*AXES["codec"][:6], "int8/int4"]}
 
 
 def cover(axes: dict[str, list], strength: int) -> list[Form]:
@@ -98,12 +100,10 @@ def test_a_history_gives_what_dense_attention_gives_in_every_three_values(form: 
 @pytest.mark.product
 @pytest.mark.parametrize("head_dim", AXES["head_dim"])
 @pytest.mark.parametrize("page_size", AXES["page_size"])
-@pytest.mark.parametrize("codec", AXES["codec"])
+@pytest.mark.parametrize("codec", WHOLE["codec"])
 def test_a_history_gives_what_dense_attention_gives_in_every_form(codec: str, page_size: int, head_dim: int):
-    for heads, pool_layout, layout in itertools.product(
-        *(AXES[axis] for axis in ("heads", "pool_layout", "layout"))
-    ):
-        form = Form(layout, codec, page_size, head_dim, heads, pool_layout=pool_layout)
+    for heads, layout in itertools.product(AXES["heads"], WHOLE["layout"]):
+        form = Form(layout, codec, page_size, head_dim, heads)
         for got, expected in run_history(form):
             whole, row = relative_errors(got, expected)
             assert max(whole, row) <= form.tolerance, (

@@ -100,17 +100,21 @@ def rotate(codec: Codec, heads: Float[Array, "*rows head_dim"], *, is_inverse: b
     """
     if not codec.is_rotated:
         return heads
-    matrix = hadamard(heads.shape[-1])
-    return jnp.matmul(heads, matrix.T if is_inverse else matrix, precision=jax.lax.Precision.HIGHEST)
+    signs, factor = hadamard(heads.shape[-1])
+    # Factored out, so that sums of few bits are exact, whatever their order.
+    return factor * jnp.matmul(heads, signs.T if is_inverse else signs, precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.cache
-def hadamard(size: int) -> np.ndarray:
-    """Return an orthogonal matrix of Hadamard blocks, as large as the powers of two in `size` allow."""
+def hadamard(size: int) -> tuple[np.ndarray, np.float32]:
+    """Return signs `[size, size]` in Hadamard blocks, as large as the powers of two in `size` allow.
+
+    Times the factor beside them they are an orthogonal matrix.
+    """
     block = np.ones((1, 1), np.float32)
     while size % (2 * len(block)) == 0:
         block = np.block([[block, block], [block, -block]])
-    return np.kron(np.eye(size // len(block), dtype=np.float32), block / np.sqrt(np.float32(len(block))))
+    return np.kron(np.eye(size // len(block), dtype=np.float32), block), np.float32(len(block) ** -0.5)
 
 
 def pack(entries: Array) -> Array:

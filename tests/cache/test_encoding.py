@@ -99,7 +99,8 @@ def test_entries_past_a_calibrated_scale_saturate(name: str):
 
 @pytest.mark.parametrize("size", [1, 7, 64, 80, 96, 128])
 def test_the_rotation_is_orthogonal_and_keeps_products(size: int):
-    np.testing.assert_allclose(hadamard(size) @ hadamard(size).T, np.eye(size), atol=1e-6)
+    signs, factor = hadamard(size)
+    np.testing.assert_allclose(factor**2 * signs @ signs.T, np.eye(size), atol=1e-6)
     query, key = make_heads(size, seed=1), make_heads(size, seed=2)
     codec = CODECS["int8"]
     before, after = ((q * k).sum(-1) for q, k in ((query, key), (rotate(codec, query), rotate(codec, key))))
