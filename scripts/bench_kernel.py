@@ -1,119 +1,109 @@
-"""Time paged attention on the TPU that is here: one JSON line a model, codec and implementation.
+"""Time attention and page writes on the TPU that is here: one JSON line a model, codec and implementation.
 
-A step is repeated in one program, each with the last one's output as its query. GB/s count the pages that the
-step sees, scales included; the share is of the chip's bandwidth.
+Beside this library's kernels are its plain JAX and jax's own kernels, where they take the shape. `error` is
+relative, to what plain JAX returns for the same pages: that of rounding. GB/s count the pages that a step
+sees, scales included, or the entries that it writes; the share is of the chip's bandwidth. A step is repeated
+in one program, each with the last one's output as its query, or its pool.
 
-    PYTHONPATH=. python scripts/bench_kernel.py --models llama3_8b,llama3_70b --codecs bf16,int8
+    PYTHONPATH=. python scripts/bench_kernel.py --models llama3_8b,deepseek_v3 --codecs bf16,int8
 """
 
 import argparse
-import dataclasses
-import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
 
 from jkv.cache.codec import CODECS
-from kernels_pallas.paged_attention import PagedArguments, pallas_tpu, xla
-from kernels_pallas.paged_attention.shapes import MODELS, Shape
-from tests.kernels_pallas.models import make_pages
+from kernels_pallas.page_write import pallas_tpu as write_kernel
+from kernels_pallas.page_write import xla as write_xla
+from kernels_pallas.paged_attention.shapes import Shape
+from scripts import jax_kernels
+from scripts.attention_steps import ALL_MODELS, Step, checked, filled, step_of
 
 # Bytes a second of a chip's HBM, by the start of `jax.Device.device_kind`; from jax's own table of TPUs.
 BANDWIDTHS = {"TPU v5 lite": 0.82e12, "TPU v5": 2.46e12, "TPU v6": 1.64e12, "TPU7x": 3.7e12}
-_REPEATS, _JAX_BLOCK = 32, 512
+_REPEATS = 32
 
 
-def make_arguments(shape: Shape, codec: str) -> tuple[PagedArguments, int]:
-    """Return a call whose pages lie in a random order, and the pages of its layer."""
-    random = np.random.default_rng(0)
-    width = -(-max(shape.totals) // shape.page_size)
-    num_pages = len(shape.totals) * width
-    table = jnp.asarray(random.permutation(num_pages).reshape(-1, width), jnp.int32)
-    query = random.standard_normal(
-        (len(shape.totals), shape.time, shape.num_heads, shape.head_dim), np.float32
-    )
-    of_pool = {"num_pages": num_pages, "num_kv_heads": shape.num_kv_heads}
-    sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
-    keys, values = (make_pages(CODECS[codec], of_pool, sizes) for _ in range(2))
-    lens = jnp.full(len(shape.totals), shape.time, jnp.int32)
-    starts = jnp.asarray(shape.totals, jnp.int32) - lens
-    return PagedArguments(jnp.asarray(query, jnp.bfloat16), keys, values, table, starts, lens, 0), num_pages
+def microseconds(call: Callable[[Any, jax.Array], jax.Array], operands: Any, x: jax.Array) -> float:
+    """Return the time of one call, the least of five programs of `_REPEATS`; consumes `x`."""
 
+    def repeated(operands: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _REPEATS, lambda _, x: call(operands, x), x)
 
-def seen_bytes(shape: Shape, arguments: PagedArguments) -> int:
-    """Return the bytes of the pages that a step sees."""
-    pools = jax.tree.leaves((arguments.keys, arguments.values))
-    page_bytes = sum(pool.nbytes // pool.shape[0] for pool in pools if pool.ndim == 4)
-    pages = 0
-    for total in shape.totals:
-        first = (
-            0 if shape.window is None else max(0, total - shape.time - shape.window + 1) // shape.page_size
-        )
-        pages += -(-total // shape.page_size) - first
-    return pages * page_bytes
-
-
-def jax_operands(shape: Shape, arguments: PagedArguments) -> tuple[jax.Array, ...] | None:
-    """Return what jax's own kernel takes for the same sizes; None where it does not take them."""
-    is_taken = shape.time == 1 and shape.window is None and not shape.has_sinks and shape.head_dim == 128
-    if not is_taken or arguments.keys.data.dtype != jnp.bfloat16:
-        return None
-    keys, values = (pages.data.swapaxes(0, 1) for pages in (arguments.keys, arguments.values))
-    return keys, values, arguments.starts + arguments.lens, arguments.page_table
-
-
-def microseconds(call: Callable[[Any, jax.Array], jax.Array], operands: Any, query: jax.Array) -> float:
-    """Return the time of one call, the least of five programs of `_REPEATS`."""
-
-    @jax.jit
-    def program(operands: Any, query: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _REPEATS, lambda _, x: call(operands, x), query)
-
-    program(operands, query).block_until_ready()
+    program = jax.jit(repeated, donate_argnums=1)
+    x = jax.block_until_ready(program(operands, x))
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        program(operands, query).block_until_ready()
+        x = jax.block_until_ready(program(operands, x))
         times.append(time.perf_counter() - begin)
     return min(times) / _REPEATS * 1e6
 
 
-def bench(name: str, codec: str, bandwidth: float) -> None:
-    """Print a line for each implementation that takes the model's step."""
-    shape = MODELS[name]
-    arguments, num_pages = make_arguments(shape, codec)
-    sinks = jnp.zeros(shape.num_heads) if shape.has_sinks else None
-    options = {"scale": shape.head_dim**-0.5, "window": shape.window, "soft_cap": shape.soft_cap}
-    jax_pages = max(1, _JAX_BLOCK // shape.page_size)
+def step_microseconds(step: Step, arguments: Any, call: Callable[[Any, Any], jax.Array]) -> float:
+    """Return the time of a step of attention."""
+    sinks = None if step.sinks is None else jnp.zeros(step.sinks.shape)
 
-    def own(compute: Any) -> Callable[[PagedArguments, jax.Array], jax.Array]:
-        compute = functools.partial(compute, num_pages=num_pages, sinks=sinks, **options)
-        return lambda arguments, query: compute(arguments._replace(query=query))[0]
+    def next_query(operands: Any, query: jax.Array) -> jax.Array:
+        arguments, sinks = operands
+        return call(arguments._replace(query=query), sinks)
 
-    def of_jax(operands: tuple[jax.Array, ...], query: jax.Array) -> jax.Array:
-        return jax_paged_attention(query[:, 0], *operands, pages_per_compute_block=jax_pages)[:, None]
+    return microseconds(next_query, (arguments, sinks), jnp.array(arguments.query))
 
-    calls = {
-        "pallas_tpu": (own(pallas_tpu.paged_attention), arguments),
-        "xla": (own(xla), arguments),
-        "jax_paged_attention": (of_jax, jax_operands(shape, arguments)),
-    }
-    nbytes = seen_bytes(shape, arguments)
-    for which, (call, operands) in calls.items():
-        if operands is None:
+
+def attention(step: Step, codec: str, arguments: Any) -> Iterator[dict[str, Any]]:
+    """Time a step's attention in each implementation that takes it."""
+    refused = step.kernel.refusal(step.arguments)
+    sinks = None if step.sinks is None else jnp.zeros(step.sinks.shape)
+    expected = jax.jit(step.call("xla"))(arguments, sinks).astype(jnp.float32)
+    for name in ("pallas_tpu", "xla"):
+        if name == "pallas_tpu" and refused is not None:
+            yield {"implementation": name, "refused": refused}
             continue
-        us = microseconds(call, operands, arguments.query)
-        rate = nbytes / us * 1e6
-        line = {"model": name, "codec": codec, "implementation": which, "us": round(us, 1)}
-        line |= {"gb_per_s": round(rate / 1e9, 1), "share_of_bandwidth": round(rate / bandwidth, 3)}
-        line["shape"] = dataclasses.asdict(shape) | {"totals": max(shape.totals), "rows": len(shape.totals)}
-        print(json.dumps(line), flush=True)
+        out = jax.jit(step.call(name))(arguments, sinks).astype(jnp.float32)
+        error = float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
+        us = step_microseconds(step, arguments, step.call(name))
+        yield {"implementation": name, "us": us, "bytes": step.seen_bytes, "error": round(error, 5)}
+    peers = {"paged_attention": jax_kernels.of_decodes, "ragged_paged_attention": jax_kernels.of_ragged}
+    for name, call_of in peers.items():
+        call = call_of(step.shape, codec) if isinstance(step.shape, Shape) else None
+        if call is not None:
+            us = microseconds(call.function, call.make_operands(), jnp.array(arguments.query))
+            yield {"implementation": f"jax_{name}", "us": us, "bytes": step.seen_bytes}
+
+
+def writes(step: Step, arguments: Any) -> Iterator[dict[str, Any]]:
+    """Time the write of a step's new entries of the first pool."""
+    pages, page_size = arguments[step.arguments.index(step.pools[0])], step.shape.page_size
+    past = arguments.starts[:, None] + jnp.arange(step.shape.time)
+    page = jnp.take_along_axis(arguments.page_table, past // page_size, axis=1)
+    slots = page * page_size + past % page_size
+    rows = jnp.ones((*slots.shape, pages.data.shape[1], pages.head_dim), pages.data.dtype)
+    for name, write in (("pallas_tpu", write_kernel.write_pages), ("xla", write_xla)):
+        refused = write_kernel.refusal(pages.data, rows) if name == "pallas_tpu" else None
+        if refused is not None:
+            yield {"implementation": name, "refused": refused}
+            continue
+
+        def call(operands: Any, pool: jax.Array, write: Any = write) -> jax.Array:
+            return write(pool, *operands, page_offset=0, page_size=page_size)
+
+        us = microseconds(call, (rows, slots), jnp.array(pages.data))
+        yield {"implementation": name, "us": us, "bytes": rows.nbytes}
+
+
+def shown(line: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+    """Return a line whose bytes are a rate."""
+    if "us" not in line:
+        return line
+    rate = line["bytes"] / line["us"] * 1e6
+    rates = {"gb_per_s": round(rate / 1e9, 1), "share_of_bandwidth": round(rate / bandwidth, 4)}
+    return line | {"us": round(line["us"], 1)} | rates
 
 
 def main() -> None:
@@ -121,15 +111,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--codecs", default="bf16,int8")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=",".join(ALL_MODELS))
     options = parser.parse_args()
+    models = checked("models", options.models, ALL_MODELS)
+    codecs = checked("codecs", options.codecs, CODECS)
     kind = jax.local_devices()[0].device_kind
     known = next((start for start in BANDWIDTHS if kind.startswith(start)), None)
     if known is None:
         raise SystemExit(f"a TPU of {', '.join(BANDWIDTHS)} is needed, got {kind!r}")
-    for model in options.models.split(","):
-        for codec in options.codecs.split(","):
-            bench(model, codec, BANDWIDTHS[known])
+    for model in models:
+        for codec in codecs:
+            step = step_of(model, codec)
+            arguments = filled(step)
+            lines = {"attention": attention(step, codec, arguments), "page_write": writes(step, arguments)}
+            for operation, found in lines.items():
+                for line in found:
+                    of_case = {"operation": operation, "model": model, "codec": codec}
+                    print(json.dumps(of_case | shown(line, BANDWIDTHS[known])), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,23 @@ cycle, are counted. A decode kernel is bound by memory where the share is below 
 """
 
 import argparse
-import functools
+import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as jax_paged_attention
 
+from jkv.cache.codec import CODECS
 from jkv.targets import shapes_on, target
-from kernels_pallas.latent_attention import pallas_tpu as latent_kernel
-from kernels_pallas.latent_attention.shapes import MODELS as LATENT_MODELS
-from kernels_pallas.paged_attention import pallas_tpu
-from kernels_pallas.paged_attention.shapes import MODELS, Shape
-from tests.kernels_pallas.models import latent_arguments, model_arguments
+from kernels_pallas.paged_attention import Tiling
+from kernels_pallas.paged_attention.shapes import MODELS
+from scripts import jax_kernels
+from scripts.attention_steps import DECODES, Step, checked, step_of
 
 # Bytes a second of HBM, from jax's own table of TPUs, and cycles a second: v5e's follow from its 197 TFLOP/s
 # on four units of 128 x 128; v6e's are not published, and a lower clock than the true one is the stricter.
@@ -32,8 +31,7 @@ MACHINES = {"v5e": (0.82e12, 1.5e9), "v6e": (1.64e12, 1.75e9)}
 # A bundle: its depth in the nest of loops, and what it does.
 _BUNDLE = re.compile(r"\s*0x[0-9a-f]+\s+(?:[A-Z]{2})?\s*:\s*(>*)\s*(\{.*)")
 _BRANCH = re.compile(r"sbr\.rel \(.*?\) target = \$region(\d+)")
-# Tokens of a block of jax's kernel.
-_JAX_BLOCK = 512
+PEERS = {"paged_attention": jax_kernels.of_decodes, "ragged_paged_attention": jax_kernels.of_ragged}
 
 
 class Bundle(NamedTuple):
@@ -94,65 +92,32 @@ def compiled_bundles(call: Callable[..., Any], arguments: Any, machine: str, nam
     """Compile a call and return the listing of the kernel whose name contains `name`."""
     for path in folder.iterdir():
         path.unlink()
-    jax.jit(call).lower(*shapes_on(target(machine), arguments)).compile()
+    with on_machine(machine):
+        lowered = jax.jit(call).lower(*shapes_on(target(machine), arguments))
+    lowered.compile()
     found = [path for path in folder.glob(f"*{name}*-final_bundles.txt") if "schedule" not in path.name]
     assert len(found) == 1, f"one listing of {name} is expected, got {len(found)}"
     return found[0].read_text()
 
 
-def own_share(model: str, codec: str, machine: str, folder: Path) -> tuple[int, float]:
-    """Return the tokens of a tile of this library's kernel, and its cycles for each cycle of its copies."""
-    if model in LATENT_MODELS:
-        shape = LATENT_MODELS[model]
-        arguments, num_pages = latent_arguments(shape, codec)
-        attend = functools.partial(latent_kernel.latent_attention, num_pages=num_pages, scale=0.1)
-        block = latent_kernel.block_tokens(arguments, window=None)
-        return block, _own_share(
-            attend, (arguments,), arguments[2:4], (block, shape.page_size), machine, folder
-        )
-    shape = MODELS[model]
-    arguments, num_pages = model_arguments(shape, codec)
-    sinks = jax.ShapeDtypeStruct((shape.num_heads,), jnp.float32) if shape.has_sinks else None
-
-    def call(arguments: Any, sinks: Any) -> Any:
-        options = {"scale": 0.1, "window": shape.window, "soft_cap": shape.soft_cap, "sinks": sinks}
-        return pallas_tpu.paged_attention(arguments, num_pages=num_pages, **options)
-
-    block = pallas_tpu.block_tokens(arguments, window=shape.window)
-    of_tile = (block, shape.page_size)
-    return block, _own_share(call, (arguments, sinks), arguments[1:3], of_tile, machine, folder)
+def own_share(step: Step, tiling: Tiling, machine: str, folder: Path) -> float:
+    """Return the cycles of a tile of this library's kernel for each cycle of its copies."""
+    arguments = step.arguments, step.sinks
+    listing = compiled_bundles(step.call("pallas_tpu", tiling), arguments, machine, "jkv_", folder)
+    pages = step.block_tokens(tiling) // step.shape.page_size
+    return _share(tile_cycles(bundles_of(listing), pages), pages * step.page_bytes, machine)
 
 
-def _own_share(
-    call: Callable[..., Any],
-    arguments: Any,
-    pools: Any,
-    of_tile: tuple[int, int],
-    machine: str,
-    folder: Path,
-) -> float:
-    listing = compiled_bundles(call, arguments, machine, "jkv_", folder)
-    arrays = [array for array in jax.tree.leaves(pools) if array.ndim == 4]
-    page_bytes = sum(array.size // array.shape[0] * array.dtype.itemsize for array in arrays)
-    block, page_size = of_tile
-    pages = block // page_size
-    return _share(tile_cycles(bundles_of(listing), pages), pages * page_bytes, machine)
-
-
-def jax_share(shape: Shape | None, machine: str, folder: Path) -> float | None:
-    """Return the share of jax's `paged_attention`; None where it does not take the shape."""
-    if shape is None or shape.time > 1 or shape.window or shape.has_sinks or shape.head_dim % 128:
+def jax_share(peer: str, model: str, codec: str, machine: str, folder: Path) -> float | None:
+    """Return the share of one of jax's kernels; None where it does not take the shape."""
+    shape = MODELS.get(model)
+    call = None if shape is None else PEERS[peer](shape, codec)
+    if shape is None or call is None:
         return None
-    num_seqs, width = len(shape.totals), -(-max(shape.totals) // shape.page_size)
-    pool = (shape.num_kv_heads, num_seqs * width, shape.page_size, shape.head_dim)
-    shapes = [((num_seqs, shape.num_heads, shape.head_dim), jnp.bfloat16), (pool, jnp.bfloat16)]
-    shapes += [(pool, jnp.bfloat16), ((num_seqs,), jnp.int32), ((num_seqs, width), jnp.int32)]
-    arguments = [jax.ShapeDtypeStruct(*each) for each in shapes]
-    pages = _JAX_BLOCK // shape.page_size
-    call = functools.partial(jax_paged_attention, pages_per_compute_block=pages)
-    listing = compiled_bundles(call, arguments, machine, "paged_attention", folder)
-    nbytes = 2 * _JAX_BLOCK * shape.head_dim * 2
-    return _share(tile_cycles(bundles_of(listing), 1), nbytes, machine)
+    dims = (len(shape.totals), shape.time, shape.num_heads, shape.head_dim)
+    arguments = jax.ShapeDtypeStruct(dims, jnp.bfloat16), jax.eval_shape(call.make_operands)
+    listing = compiled_bundles(call.function, arguments, machine, peer, folder)
+    return _share(tile_cycles(bundles_of(listing), 1), call.block_bytes, machine)
 
 
 def _share(cycles: int, nbytes: int, machine: str) -> float:
@@ -160,27 +125,48 @@ def _share(cycles: int, nbytes: int, machine: str) -> float:
     return cycles / (nbytes / bytes_per_second * cycles_per_second)
 
 
+def on_machine(machine: str) -> Any:
+    """Trace for a machine that need not be here."""
+    return jax.sharding.use_abstract_mesh(target(machine).abstract_mesh)
+
+
+@contextlib.contextmanager
+def dumps() -> Iterator[Path]:
+    """Have the compiler write its listings to a folder, which is there until the end."""
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={name} --xla_jf_dump_llo_text=true"
+        yield Path(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--machines", default="v6e")
+    parser.add_argument("--machines", default="v6e", help=f"of {', '.join(MACHINES)}")
     parser.add_argument("--codecs", default="bf16,int8")
-    decodes = [name for name, shape in (MODELS | LATENT_MODELS).items() if shape.time == 1]
-    parser.add_argument("--models", default=",".join(decodes))
+    parser.add_argument("--models", default=",".join(DECODES))
+    parser.add_argument("--peers", default=",".join(PEERS), help="kernels of jax, beside this library's")
     options = parser.parse_args()
-    codecs = options.codecs.split(",")
-    print("| model | machine | tokens | " + " | ".join(codecs) + " | jax paged_attention, bf16 |")
-    print("|" + "---|" * (4 + len(codecs)))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        for model in options.models.split(","):
-            for machine in options.machines.split(","):
-                own = [own_share(model, codec, machine, folder) for codec in codecs]
-                peer = jax_share(MODELS.get(model), machine, folder)
-                tokens = " / ".join(str(block) for block, _ in own)
-                cells = [f"{share:.2f}" for _, share in own] + ["-" if peer is None else f"{peer:.2f}"]
+    codecs = checked("codecs", options.codecs, CODECS)
+    peers = checked("peers", options.peers, PEERS) if options.peers else []
+    names = [*codecs, *(f"jax {peer}, {codec}" for peer in peers for codec in codecs)]
+    print("| model | machine | tokens | " + " | ".join(names) + " |")
+    print("|" + "---|" * (3 + len(names)))
+    models = checked("models", options.models, DECODES)
+    machines = checked("machines", options.machines, MACHINES)
+    with dumps() as folder:
+        for model in models:
+            for machine in machines:
+                steps = [step_of(model, codec) for codec in codecs]
+                with on_machine(machine):
+                    tilings = [step.tiling_for() for step in steps]
+                pairs = list(zip(steps, tilings, strict=True))
+                shares = [own_share(*pair, machine, folder) for pair in pairs]
+                shares += [
+                    jax_share(peer, model, codec, machine, folder) for peer in peers for codec in codecs
+                ]
+                tokens = " / ".join(str(step.block_tokens(tiling)) for step, tiling in pairs)
+                cells = ["-" if share is None else f"{share:.2f}" for share in shares]
                 print(f"| {model} | {machine} | {tokens} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -3,17 +3,19 @@
 All query heads are rows of one KV head. A tile of latents comes in once, as keys and as values.
 """
 
-import math
+from pathlib import Path
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.latent_attention.contract import LatentArguments
 from kernels_pallas.paged_attention import Tiling
-from kernels_pallas.tpu import sizes
+from kernels_pallas.tpu import sizes, tuned
 from kernels_pallas.tpu.parts import part_of, refused_pages
 from kernels_pallas.tpu.sizes import Shape
 from kernels_pallas.tpu.walk import Options, walk
+
+TUNED = Path(__file__).with_name("tuned.yaml")
 
 
 def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | None:
@@ -30,19 +32,17 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
     for name, pages in (("latents", arguments.latents), ("rotated parts", arguments.ropes)):
         if (why := refused_pages(name, pages)) is not None:
             return why
-    return sizes.refusal(_shape_of(arguments), tiling or tiling_for(arguments, window=None))
+    return sizes.refusal(shape_of(arguments), tiling or tiling_for(arguments, window=None))
 
 
 def tiling_for(arguments: LatentArguments, *, window: int | None) -> Tiling:
     """Return the tiling that a call gets where none is given."""
-    arrays = [arguments.latents.data, arguments.ropes.data]
-    page_bytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
-    return sizes.tiling_for(_shape_of(arguments), page_bytes // arguments.latents.page_size, window=window)
+    return tuned.tiling_for(shape_of(arguments), window=window, file=TUNED)
 
 
 def block_tokens(arguments: LatentArguments, *, window: int | None, tiling: Tiling | None = None) -> int:
     """Return the tokens of a tile."""
-    return sizes.block_tokens(_shape_of(arguments), tiling or tiling_for(arguments, window=window))
+    return sizes.block_tokens(shape_of(arguments), tiling or tiling_for(arguments, window=window))
 
 
 def latent_attention(
@@ -66,12 +66,13 @@ def latent_attention(
         (arguments.latents, arguments.ropes),
         arguments[4:8],
         None,
-        sizes.sizes_of(_shape_of(arguments), num_pages, tiling),
+        sizes.sizes_of(shape_of(arguments), num_pages, tiling),
         Options("latent_attention", scale, window),
     )
 
 
-def _shape_of(arguments: LatentArguments) -> Shape:
+def shape_of(arguments: LatentArguments) -> Shape:
+    """Return the sizes of a call."""
     _, time, num_heads, _ = arguments.query.shape
     num_seqs, max_pages = arguments.page_table.shape
     return Shape(

@@ -1,15 +1,17 @@
 """Paged attention on TPUs: the walk of `kernels_pallas.tpu` over a pool of keys and one of values."""
 
-import math
+from pathlib import Path
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.paged_attention.contract import PagedArguments, Tiling
-from kernels_pallas.tpu import sizes
+from kernels_pallas.tpu import sizes, tuned
 from kernels_pallas.tpu.parts import part_of, refused_pages
 from kernels_pallas.tpu.sizes import Shape
 from kernels_pallas.tpu.walk import Options, walk
+
+TUNED = Path(__file__).with_name("tuned.yaml")
 
 
 def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | None:
@@ -24,19 +26,17 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     for name, pages in (("keys", arguments.keys), ("values", arguments.values)):
         if (why := refused_pages(name, pages)) is not None:
             return why
-    return sizes.refusal(_shape_of(arguments), tiling or tiling_for(arguments, window=None))
+    return sizes.refusal(shape_of(arguments), tiling or tiling_for(arguments, window=None))
 
 
 def tiling_for(arguments: PagedArguments, *, window: int | None) -> Tiling:
     """Return the tiling that a call gets where none is given."""
-    arrays = [arguments.keys.data, arguments.values.data]
-    page_bytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in arrays)
-    return sizes.tiling_for(_shape_of(arguments), page_bytes // arguments.keys.page_size, window=window)
+    return tuned.tiling_for(shape_of(arguments), window=window, file=TUNED)
 
 
 def block_tokens(arguments: PagedArguments, *, window: int | None, tiling: Tiling | None = None) -> int:
     """Return the tokens of a tile."""
-    return sizes.block_tokens(_shape_of(arguments), tiling or tiling_for(arguments, window=window))
+    return sizes.block_tokens(shape_of(arguments), tiling or tiling_for(arguments, window=window))
 
 
 def paged_attention(
@@ -63,12 +63,13 @@ def paged_attention(
         (keys, values),
         arguments[3:7],
         sinks,
-        sizes.sizes_of(_shape_of(arguments), num_pages, tiling),
+        sizes.sizes_of(shape_of(arguments), num_pages, tiling),
         Options("paged_attention", scale, window, soft_cap),
     )
 
 
-def _shape_of(arguments: PagedArguments) -> Shape:
+def shape_of(arguments: PagedArguments) -> Shape:
+    """Return the sizes of a call."""
     _, time, num_heads, _ = arguments.query.shape
     num_seqs, max_pages = arguments.page_table.shape
     num_kv_heads = arguments.keys.data.shape[1]

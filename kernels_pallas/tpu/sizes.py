@@ -76,6 +76,12 @@ class Shape:
         return max(sum(part.columns.num_parts for part in self.keys), self.values.columns.num_parts)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's entries in all pools."""
+        rows = sum(part.rows * part.dtype.itemsize for part in self.parts)
+        return self.num_kv_heads * rows * LANES // self.page_size
+
+    @property
     def operand_dtype(self) -> Any:
         """What is multiplied: float32 pools and queries to what is decoded are not rounded to bfloat16."""
         is_wide = any(part.dtype == jnp.float32 for part in self.parts)
@@ -164,20 +170,23 @@ def block_tokens(shape: Shape, tiling: Tiling) -> int:
     return round_up(tiling.block_tokens, math.lcm(shape.page_size, LANES * shape.share))
 
 
-def tiling_for(shape: Shape, token_bytes: int, *, window: int | None) -> Tiling:
-    """Return the tiling that a call gets where none is given.
+def tiling_for(shape: Shape, *, window: int | None) -> Tiling:
+    """Return the tiling that a call gets where none is given and none was found by trying.
 
     A tile is as long as it takes to read `_TILE_BYTES`, but no longer than a sequence or a window may be.
     """
-    longest = shape.max_pages * shape.page_size
-    if window is not None:
-        longest = min(longest, window + shape.page_size)
     most_rows = min(MAX_ROWS, _MAX_HEAD_ROWS // (shape.num_kv_heads * shape.num_parts))
     query_tokens = max(1, most_rows // shape.group)
     rows = min(shape.time, query_tokens) * shape.group
     most = min(_MAX_BLOCK, _MAX_LOGITS // rows)
-    block = min(most, max(LANES, _TILE_BYTES // token_bytes), longest)
+    block = min(most, max(LANES, _TILE_BYTES // shape.token_bytes), longest_seen(shape, window=window))
     return Tiling(block, query_tokens, num_buffers=3)
+
+
+def longest_seen(shape: Shape, *, window: int | None) -> int:
+    """Return the most tokens that a query may see, in whole pages where a window may begin inside one."""
+    longest = shape.max_pages * shape.page_size
+    return longest if window is None else min(longest, window + shape.page_size)
 
 
 def refusal(shape: Shape, tiling: Tiling) -> str | None:
@@ -193,6 +202,11 @@ def refusal(shape: Shape, tiling: Tiling) -> str | None:
             f"a page's slots in {shape.share} columns must divide {LANES} or be a multiple of it, got "
             f"{shape.column}; use a page_size that is a power of two"
         )
+    return vmem_refusal(shape, tiling)
+
+
+def vmem_refusal(shape: Shape, tiling: Tiling) -> str | None:
+    """Return why a tiling does not fit a TPU's vector memory, in one sentence; None where it does."""
     sizes = sizes_of(shape, 1, tiling)
     vmem_bytes = _vmem_bytes(sizes)
     if vmem_bytes > VMEM_BYTES:
