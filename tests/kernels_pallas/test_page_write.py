@@ -1,12 +1,17 @@
 """Page writes: each row in its slot, and nothing anywhere else."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.targets import shapes_on
 from kernels_pallas import page_write
 
+from ..machines import find_target
 from ..rows import in_rows
 
 NUM_LAYERS, NUM_PAGES, NUM_HEADS, PAGE_SIZE, HEAD_DIM = 3, 4, 2, 5, 8
@@ -89,3 +94,38 @@ def test_a_run_of_slots_is_its_slots(width: int, num_lanes: int, page_size: int)
     expected = in_rows(plain, num_lanes)
     is_held = ~np.isnan(expected)
     np.testing.assert_array_equal(np.asarray(got)[is_held], expected[is_held])
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("tokens", [(64, 1), (1, 512)], ids=["decode", "chunk"])
+@pytest.mark.parametrize(
+    ("dtype", "pages"),
+    [
+        (jnp.bfloat16, (8, 64, 128)),
+        (jnp.int8, (8, 16, 128)),
+        (jnp.float32, (8, 64)),
+        (jnp.bfloat16, (1, 64, 512)),
+    ],
+    ids=["entries", "rounded", "scales", "latents"],
+)
+def test_a_write_is_one_kernel_of_a_gpu_in_place(
+    dtype: type, pages: tuple[int, ...], tokens: tuple[int, int]
+):
+    """For all tokens and heads, with the places worked out inside it."""
+    num_heads, page_size, *entry = pages
+    pool = jax.ShapeDtypeStruct((4096, *pages), dtype)
+    rows = jax.ShapeDtypeStruct((*tokens, num_heads, *entry), jnp.bfloat16)
+    slots, offset = jax.ShapeDtypeStruct(tokens, jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def call(pool: jax.Array, rows: jax.Array, slots: jax.Array, page_offset: jax.Array) -> jax.Array:
+        return page_write.xla(pool, rows, slots, page_offset=page_offset, page_size=page_size)
+
+    program = call.lower(*shapes_on(find_target("h200"), (pool, rows, slots, offset))).compile()
+    text, memory = program.as_text(), program.memory_analysis()
+    assert text is not None
+    assert memory is not None
+    operations = re.findall(r"^ .*?= \S+ ([\w-]+)\(", text[text.index("ENTRY") :], re.MULTILINE)
+    assert [name for name in operations if name not in ("parameter", "bitcast")] == ["fusion"]
+    assert memory.temp_size_in_bytes == 0
+    assert memory.alias_size_in_bytes == pool.size * pool.dtype.itemsize
