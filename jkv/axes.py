@@ -18,3 +18,6 @@ AXES: dict[str, str] = {
     "vocab": "token ids",
     "context": "stripes of one sequence's pages",
 }
+
+# No mesh axis splits them: every device has them whole.
+NEVER_SPLIT = ("time", "token", "layer", "head_dim", "slot", "latent", "rope")

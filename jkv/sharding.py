@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jkv.axes import AXES
+from jkv.axes import AXES, NEVER_SPLIT
 
 # A dimension's logical axis, or several that split it, outermost first.
 Axis = str | tuple[str, ...] | None
@@ -61,8 +61,11 @@ class Sharding:
                     "devices that share a sequence's pages have the same queries, so the rules for 'context' "
                     f"and {axis!r} must differ, got {rules.get(axis)!r} for both"
                 )
-        if any(rules.get(axis) is not None for axis in ("head_dim", "slot", "latent", "rope")):
-            raise ValueError("'head_dim', 'slot', 'latent' and 'rope' are never split; drop their rules")
+        whole = [axis for axis in NEVER_SPLIT if rules.get(axis) is not None]
+        if whole:
+            raise ValueError(
+                f"axes {', '.join(NEVER_SPLIT)} are never split, got a rule for {whole}; drop it"
+            )
         return cls(mesh, tuple((axis, to) for axis, to in rules.items() if to is not None))
 
     def spec(self, *axes: Axis) -> PartitionSpec:

@@ -19,6 +19,8 @@ NUM_DEVICES = tuple(2**power for power in range(9))
 NUM_SEQUENCES, CONTEXT, PAGE_SIZE = 256, 8192, 64
 # Activations are bfloat16; what attention leaves of a stripe, and its log-sum-exp, are float32.
 _ACTIVATION_BYTES, _PARTIAL_BYTES = 2, 4
+# A token's choice of an expert: its number and its weight.
+_CHOICE_BYTES = 4 + 4
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,14 @@ class Layout:
         data: that split sequences.
         context: that each hold a stripe of every sequence.
         expert: that split experts, each group with the whole batch.
+        has_travel: experts are split over `data`, and tokens travel to them.
     """
 
     model: int = 1
     data: int = 1
     context: int = 1
     expert: int = 1
+    has_travel: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -63,6 +67,7 @@ def latent_layouts(num_devices: int) -> dict[str, Layout]:
         "heads, then experts; latents whole": Layout(model, expert=rest),
         "heads, then sequences": Layout(model, data=rest),
         "heads, experts and sequences": Layout(model, data=max(1, rest // 8), expert=min(rest, 8)),
+        "sequences, experts over the same": Layout(data=num_devices, has_travel=True),
     }
 
 
@@ -71,7 +76,7 @@ def device_bytes(sizes: SizesSection, layout: Layout) -> tuple[int, int]:
     copies = 1 if sizes.latent else max(1, layout.model // sizes.num_kv_heads)
     sizes = replace(sizes, num_kv_heads=sizes.num_kv_heads * copies)
     heads = dict.fromkeys(("q_head", "kv_head", "mlp", "vocab"), "model")
-    rules = MeshRules(seq="data", page="data", expert="expert", **heads)
+    rules = MeshRules(seq="data", page="data", expert="data" if layout.has_travel else "expert", **heads)
     axes = (("data", layout.data), ("expert", layout.expert), ("model", layout.model))
     spec = CacheSpec.create(cache_groups(sizes, "bf16"), page_size=PAGE_SIZE)
     mesh = MeshSection(axes, "auto", rules, kv_copies=copies)
@@ -84,20 +89,25 @@ def sent_bytes(sizes: SizesSection, layout: Layout) -> int:
     """Return the bytes that a device has to send in a decode step, sampling aside.
 
     Attention's output and the MLP's are each summed over their devices, once a layer, and so is the
-    embedding; experts' sums go over their axis too, and shared experts are summed by themselves. Stripes
-    leave partial outputs and log-sum-exps.
+    embedding; a mixture's sum, shared experts included, goes over the experts' axis too. Tokens that travel
+    are gathered with their choices, and their sums scattered. Stripes leave partial outputs and log-sum-exps.
     """
     rows = NUM_SEQUENCES // layout.data
     stream = rows * sizes.embed_dim * _ACTIVATION_BYTES
     num_mixtures = sizes.num_layers - sizes.num_dense_layers
-    num_shared = num_mixtures if sizes.experts and sizes.experts.num_shared else 0
     partial = rows * sizes.num_heads // layout.model * (sizes.head_dim + 1) * _PARTIAL_BYTES
     sums = [
-        (2 * sizes.num_layers + 1 - num_mixtures + num_shared, stream, layout.model),
+        (2 * sizes.num_layers + 1 - num_mixtures, stream, layout.model),
         (num_mixtures, stream, layout.model * layout.expert),
         (sizes.num_layers, partial, layout.context),
     ]
-    return sum(count * Collective("all-reduce", size, ways).sent_bytes for count, size, ways in sums)
+    sent = sum(count * Collective("all-reduce", size, ways).sent_bytes for count, size, ways in sums)
+    if layout.has_travel and sizes.experts is not None:
+        back = NUM_SEQUENCES * sizes.embed_dim * _ACTIVATION_BYTES
+        there = back + NUM_SEQUENCES * sizes.experts.num_active * _CHOICE_BYTES
+        sent += num_mixtures * Collective("all-gather", there, layout.data).sent_bytes
+        sent += num_mixtures * Collective("reduce-scatter", back, layout.data).sent_bytes
+    return sent
 
 
 def table(sizes: SizesSection) -> str:

@@ -46,8 +46,11 @@ def test_axis_types_are_known():
         ({"q_head": None}, "'q_head' and 'kv_head' must be equal, got None and 'model'"),
         ({"context": "model"}, "'context' and 'q_head' must differ, got 'model' for both"),
         ({"context": "data"}, "'context' and 'seq' must differ, got 'data' for both"),
-        ({"slot": "data"}, "'head_dim', 'slot', 'latent' and 'rope' are never split"),
-        ({"latent": "data"}, "are never split; drop their rules"),
+        (
+            {"layer": "data"},
+            r"head_dim, slot, latent, rope are never split, got a rule for \['layer'\]; drop it",
+        ),
+        ({"latent": "data"}, r"are never split, got a rule for \['latent'\]"),
     ],
 )
 def test_rules_that_cannot_hold_are_refused(changes: dict, message: str):

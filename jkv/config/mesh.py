@@ -29,16 +29,14 @@ MeshAxis = Text | None
 class MeshRules(Section):
     """The mesh axis that splits each axis of `jkv.axes.AXES`; null replicates.
 
-    There is none for `head_dim`, `slot`, `latent` and `rope`: they are never split.
+    Axes that have none are never split, and `latent` can only be said to be replicated.
     """
 
     seq: MeshAxis = None
-    time: MeshAxis = None
-    token: MeshAxis = None
     q_head: MeshAxis = None
     kv_head: MeshAxis = None
     page: MeshAxis = None
-    layer: MeshAxis = None
+    latent: MeshAxis = None
     embed: MeshAxis = None
     mlp: MeshAxis = None
     expert: MeshAxis = None
@@ -50,18 +48,15 @@ class MeshRules(Section):
 # dimension split it one after the other.
 LOGICAL_ARRAYS: dict[str, tuple[str | tuple[str, ...], ...]] = {
     "embedding": ("vocab", "embed"),
-    "query projection": ("layer", "embed", "q_head"),
-    "key, value projection": ("layer", "embed", "kv_head"),
-    "output projection": ("layer", "q_head", "embed"),
-    "mlp hidden": ("seq", "time", "mlp"),
-    "mlp in": ("layer", "embed", "mlp"),
-    "mlp out": ("layer", "mlp", "embed"),
-    "experts in": ("layer", "expert", "embed", "mlp"),
-    "experts out": ("layer", "expert", "mlp", "embed"),
+    "query projection": ("embed", "q_head"),
+    "key, value projection": ("embed", "kv_head"),
+    "output projection": ("q_head", "embed"),
+    "mlp in": ("embed", "mlp"),
+    "mlp out": ("mlp", "embed"),
+    "experts in": ("expert", "embed", "mlp"),
+    "experts out": ("expert", "mlp", "embed"),
     "hidden": ("seq", "time", "embed"),
-    "hidden, ragged": ("token", "embed"),
     "queries": ("seq", "time", "q_head", "head_dim"),
-    "queries, ragged": ("token", "q_head", "head_dim"),
     "logits": ("seq", "vocab"),
     "pool": (("page", "context"), "kv_head", "slot", "head_dim"),
     "pool, latent": (("page", "context"), "slot", "latent"),
@@ -106,6 +101,12 @@ class MeshSection(Section):
         name = getattr(self.rules, logical_axis, None)
         return 1 if name is None else dict(self.axes)[name]
 
+    def gathered(self, *logical_axes: str) -> int:
+        """Return how many devices' tokens each part of these axes gets: where sequences are split so too."""
+        owner = self.rules.seq
+        is_shared = owner is not None and owner in [getattr(self.rules, axis, None) for axis in logical_axes]
+        return self.shards("seq") if is_shared else 1
+
     @property
     def machine(self) -> Target | None:
         """The machine that the mesh is for, if it names one."""
@@ -117,6 +118,9 @@ class MeshSection(Section):
         if not conflicts and self.shards("kv_head") % self.kv_copies:
             reason = f"must divide the {self.shards('kv_head')} devices of kv_head's axis"
             conflicts.append((("kv_copies",), f"{reason}, got {self.kv_copies}"))
+        if self.rules.latent is not None:
+            reason = "must be null: each device of a mesh axis has latents whole, or those of its sequences"
+            conflicts.append((("rules", "latent"), f'{reason}, got "{self.rules.latent}"'))
         return [*conflicts, *self._target_conflicts(), *_unequal(self.rules), *_clashes(self.rules)]
 
     def _target_conflicts(self) -> list[Conflict]:

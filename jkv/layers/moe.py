@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jkv.layers.grouped import grouped_dense
 from jkv.layers.linear import output_placement
-from jkv.layers.mlp import SWIGLU, GatedMLP, Gating
+from jkv.layers.mlp import SWIGLU, Arrays, GatedMLP, Gating, of_each, whole_along_embed
+from jkv.layers.sums import SplitSum
 from jkv.sharding import Sharding
 
 
@@ -209,54 +209,67 @@ class Experts(nnx.Module):
         self.gating = gating
         self.dtype = dtype
         self.sharding = sharding
+        self.sum = SplitSum(sharding, ("expert", "mlp"))
 
-    def __call__(self, x: Float[Array, "seq time embed"], chosen: Chosen) -> Float[Array, "seq time embed"]:
-        """Return the weighted sum of each token's experts."""
-        x = x.astype(self.dtype)
-        arrays = self._of_each(lambda parameter: parameter[...])
-        if self.sharding is None:
-            return self._mix(x, *chosen, arrays)
-        rows = self.sharding.spec("seq", None, None)
+    def __call__(
+        self, x: Float[Array, "seq time embed"], chosen: Chosen, shared: GatedMLP | None = None
+    ) -> Float[Array, "seq time embed"]:
+        """Return the weighted sum of each token's experts, and of an MLP that every token goes through."""
+        linears = (self.gate_proj, self.up_proj, self.down_proj)
+
+        def of_all(function: Callable[[nnx.Param], Any]) -> tuple[Arrays, Arrays | None]:
+            return of_each(linears, function), None if shared is None else shared.of_each(function)
+
+        mix = functools.partial(self._mix, shared)
+        x, arrays = x.astype(self.dtype), of_all(lambda parameter: parameter[...])
+        sharding = self.sharding
+        if sharding is None:
+            return mix(x, *chosen, *arrays)
+        rows = sharding.spec("seq", None, None)
         return jax.shard_map(
-            self._mix,
-            mesh=self.sharding.mesh,
-            in_specs=(rows, rows, rows, self._of_each(self._placement)),
+            mix,
+            mesh=sharding.mesh,
+            in_specs=(rows, rows, rows, *of_all(lambda parameter: whole_along_embed(parameter, sharding))),
             out_specs=rows,
             check_vma=False,
-        )(x, *chosen, arrays)
-
-    def _of_each(self, function: Callable[[nnx.Param], Any]) -> list[tuple[Any, Any]]:
-        """Return what the function gives for the weight and bias of gate, up and down projection."""
-        linears = (self.gate_proj, self.up_proj, self.down_proj)
-        return [
-            (function(linear.weight), None if linear.bias is None else function(linear.bias))
-            for linear in linears
-        ]
-
-    def _placement(self, parameter: nnx.Param) -> PartitionSpec:
-        """Return how a parameter enters the sum: whole along `embed`, however it is stored."""
-        assert self.sharding is not None
-        axes = parameter.get_metadata("logical_axes")
-        return self.sharding.spec(*(None if axis == "embed" else axis for axis in axes))
+        )(x, *chosen, *arrays)
 
     def _mix(
+        self,
+        shared: GatedMLP | None,
+        x: Float[Array, "seq time embed"],
+        experts: Int[Array, "seq time active"],
+        weights: Float[Array, "seq time active"],
+        arrays: Arrays,
+        shared_arrays: Arrays | None,
+    ) -> Float[Array, "seq time embed"]:
+        """Sum over one device's experts and its part of the shared MLP, and over devices once for both."""
+        own = x
+        x, experts, weights = self.sum.gather(x, experts, weights)
+        out = self._routed(x, experts, weights, arrays)
+        if shared is None or shared_arrays is None:
+            return self.sum.add_up(self.sum.scatter(out))
+        # The shared width is split as the experts' is: where tokens travel to it, before their sums return.
+        if self.sum.travels("mlp"):
+            return self.sum.add_up(self.sum.scatter(out + self._once(shared.partial(x, shared_arrays))))
+        return self.sum.add_up(self.sum.scatter(out) + self._once(shared.partial(own, shared_arrays)))
+
+    def _once(self, part: jax.Array) -> jax.Array:
+        """Return a part that the devices of the experts' axis all have, on the first of them alone."""
+        is_alike = self.sum.mesh_axis("expert") is not None and not self.sum.travels("expert")
+        return jnp.where(self.sum.part("expert") == 0, part, 0) if is_alike else part
+
+    def _routed(
         self,
         x: Float[Array, "seq time embed"],
         experts: Int[Array, "seq time active"],
         weights: Float[Array, "seq time active"],
-        arrays: list[tuple[Array, Array | None]],
+        arrays: Arrays,
     ) -> Float[Array, "seq time embed"]:
-        """Sum over one device's experts; rows of others are sorted to the end and count as zero.
-
-        Where experts are split as sequences are, tokens travel: those of all devices are gathered, and each
-        device gets the sums of its own.
-        """
-        if self._travels_over is not None:
-            gather = functools.partial(jax.lax.all_gather, axis_name=self._travels_over, tiled=True)
-            x, experts, weights = gather(x), gather(experts), gather(weights)
+        """Sum over one device's experts; rows of others are sorted to the end and count as zero."""
         gate, up, (down, down_bias) = arrays
         num_here, num_active = down.shape[0], experts.shape[-1]
-        found = experts.reshape(-1) - self._part("expert") * num_here
+        found = experts.reshape(-1) - self.sum.part("expert") * num_here
         is_here = (found >= 0) & (found < num_here)
         found = jnp.where(is_here, found, num_here)
         order = jnp.argsort(found)
@@ -268,32 +281,11 @@ class Experts(nnx.Module):
 
         if down_bias is not None:
             # Devices that each have a part of the width add their products up, and the bias once.
-            down_bias = jnp.where(self._part("mlp") == 0, down_bias, 0)
+            down_bias = jnp.where(self.sum.part("mlp") == 0, down_bias, 0)
         rows = x.reshape(-1, x.shape[-1])[order // num_active]
         out = project(self.gating(project(rows, *gate), project(rows, *up)), down, down_bias)
         out = out[jnp.argsort(order)].astype(jnp.float32) * weights.reshape(-1, 1)
-        out = jnp.where(is_here[:, None], out, 0).reshape(*experts.shape, -1).sum(-2).astype(self.dtype)
-        if self._travels_over is not None:
-            out = jax.lax.psum_scatter(out, self._travels_over, tiled=True)
-        return jax.lax.psum(out, self._summed_over) if self._summed_over else out
-
-    @property
-    def _travels_over(self) -> str | None:
-        """The mesh axis that splits experts and sequences alike, if any."""
-        rules = {} if self.sharding is None else dict(self.sharding.rules)
-        return rules.get("expert") if rules.get("expert") == rules.get("seq") else None
-
-    @property
-    def _summed_over(self) -> tuple[str, ...]:
-        """The other mesh axes whose devices each hold a part of every sum."""
-        rules = {} if self.sharding is None else dict(self.sharding.rules)
-        axes = (rules[axis] for axis in ("expert", "mlp") if axis in rules)
-        return tuple(axis for axis in axes if axis != self._travels_over)
-
-    def _part(self, axis: str) -> jax.Array | int:
-        """Return which part of a logical axis this device has."""
-        rules = {} if self.sharding is None else dict(self.sharding.rules)
-        return jax.lax.axis_index(rules[axis]) if axis in rules else 0
+        return jnp.where(is_here[:, None], out, 0).reshape(*experts.shape, -1).sum(-2).astype(self.dtype)
 
 
 class MoE(nnx.Module):
@@ -339,5 +331,4 @@ class MoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "seq time embed"]) -> Float[Array, "seq time embed"]:
         """Send each token through its experts."""
-        out = self.experts(x, self.router(x))
-        return out if self.shared is None else out + self.shared(x)
+        return self.experts(x, self.router(x), self.shared)

@@ -176,11 +176,14 @@ def mlp_width(sizes: SizesSection, mesh: MeshSection) -> int:
 
     The residual stream, the normed input, gate, up and their product; of each expert that a token is sent to
     a row of the input and its gate, up and product. Shared experts are an MLP beside the sum of the others.
+    Where tokens travel, a device holds them for those of all.
     """
     embed, ways = sizes.embed_dim // mesh.shards("embed"), mesh.shards("mlp")
-    moments = [3 * sizes.mlp_dim // ways if sizes.num_dense_layers else 0]
+    tokens = mesh.gathered("mlp")
+    moments = [tokens * 3 * sizes.mlp_dim // ways if sizes.num_dense_layers else 0]
     if sizes.experts is not None:
         width = sizes.experts.mlp_dim // ways
-        moments += [sizes.experts.num_active * (sizes.embed_dim + 3 * width)]
-        moments += [embed + 3 * sizes.experts.num_shared * width]
+        sent = mesh.gathered("mlp", "expert") * sizes.experts.num_active
+        moments += [sent * (sizes.embed_dim + 3 * width)]
+        moments += [embed + tokens * 3 * sizes.experts.num_shared * width]
     return 2 * embed + max(moments)

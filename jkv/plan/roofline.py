@@ -78,11 +78,11 @@ def step_flops(deployment: Deployment, rows: int, width: int) -> int:
 
     Logits are those of each sequence's last token. A token goes through a few of a mixture's experts.
     """
-    assert deployment.sizes is not None
-    head, *others = _matrices(deployment)
-    products = rows * head.num_parameters(deployment.mesh)
-    products += (
-        rows * width * sum(_share(deployment, part) * part.num_parameters(deployment.mesh) for part in others)
+    mesh, (head, *others) = deployment.mesh, _matrices(deployment)
+    products = rows * head.num_parameters(mesh)
+    products += sum(
+        rows * width * _gathered(deployment, part) * _share(deployment, part) * part.num_parameters(mesh)
+        for part in others
     )
     return round(2 * products + rows * _attention_flops(deployment, width))
 
@@ -95,7 +95,8 @@ def step_bytes(deployment: Deployment, num_sequences: int, width: int) -> int:
     memory = deployment.memory(num_sequences)
     tokens = -(-num_sequences // deployment.mesh.shards("page")) * width
     weights = sum(
-        (1 - (1 - _share(deployment, part)) ** tokens) * part.num_bytes(deployment.weights, deployment.mesh)
+        (1 - (1 - _share(deployment, part)) ** (tokens * _gathered(deployment, part)))
+        * part.num_bytes(deployment.weights, deployment.mesh)
         for part in _matrices(deployment)
     )
     return round(weights + memory.cache + memory.padding)
@@ -106,6 +107,11 @@ def _matrices(deployment: Deployment) -> list[Parameters]:
     assert deployment.sizes is not None
     parts = [part for part in parameters(deployment.sizes) if len(part.axes) > 1]
     return parts if deployment.sizes.is_tied else parts[1:]
+
+
+def _gathered(deployment: Deployment, part: Parameters) -> int:
+    """Return how many devices' tokens are multiplied by a device's part of the weights."""
+    return deployment.mesh.gathered(*(axis for axis, _ in part.axes if axis in ("mlp", "expert")))
 
 
 def _share(deployment: Deployment, part: Parameters) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jkv.axes import AXES
+from jkv.axes import AXES, NEVER_SPLIT
 from jkv.config import ConfigError, MeshRules, config_yaml, load_config
 from jkv.config.compose import FOLDERS, bundled_configs
 
@@ -178,11 +178,16 @@ def test_a_bad_value_is_refused_with_what_it_must_be(tmp_path, section, text, me
         (
             "{axes: {data: 2}, rules: {embed: data, mlp: data}}",
             'mesh.rules.mlp: must not be "data", which splits embed of the same array '
-            "(mlp in: layer embed mlp); drop one",
+            "(mlp in: embed mlp); drop one",
         ),
         (
             "{axes: {data: 2}, rules: {page: data}}",
             "mesh.rules.page: must equal the rule of seq (None), got data; set both alike",
+        ),
+        (
+            "{axes: {data: 2}, rules: {latent: data}}",
+            "mesh.rules.latent: must be null: each device of a mesh axis has latents whole, or those of its "
+            'sequences, got "data"',
         ),
     ],
 )
@@ -192,7 +197,7 @@ def test_a_mesh_that_cannot_work_is_refused(tmp_path, text, message):
 
 
 def test_every_axis_of_the_glossary_has_a_rule_or_is_never_split():
-    assert {field.name for field in fields(MeshRules)} == set(AXES) - {"head_dim", "slot", "latent", "rope"}
+    assert {field.name for field in fields(MeshRules)} == set(AXES) - set(NEVER_SPLIT) | {"latent"}
 
 
 def test_missing_and_unknown_sections_are_told(tmp_path):

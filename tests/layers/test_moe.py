@@ -143,14 +143,18 @@ def make_sharding(axis_type: AxisType = AxisType.Auto, **rules: str) -> Sharding
 
 
 @pytest.mark.parametrize(
-    ("axis_type", "expert"),
-    [(AxisType.Auto, "expert"), (AxisType.Explicit, "expert"), (AxisType.Explicit, "data")],
+    ("axis_type", "expert", "mlp"),
+    [
+        (AxisType.Auto, "expert", "model"),
+        (AxisType.Explicit, "data", "model"),
+        (AxisType.Explicit, "expert", "data"),
+    ],
 )
-def test_experts_over_a_mesh_give_what_one_device_gives(axis_type: AxisType, expert: str):
+def test_experts_over_a_mesh_give_what_one_device_gives(axis_type: AxisType, expert: str, mlp: str):
     routing = Routing(8, 3, is_normalized=True, has_bias=True)
     options: dict[str, Any] = {"shared_dim": 16, "has_bias": True}
     single, x = make_moe(routing, **options), make_tokens()
-    sharding = make_sharding(axis_type, seq="data", page="data", expert=expert, mlp="model")
+    sharding = make_sharding(axis_type, seq="data", page="data", expert=expert, mlp=mlp)
     sharded = make_moe(routing, sharding=sharding, **options)
     targets = parameter_targets(sharded, sharding)
     flat = {
@@ -160,7 +164,14 @@ def test_experts_over_a_mesh_give_what_one_device_gives(axis_type: AxisType, exp
     shards = sharded.experts.gate_proj.weight[...].addressable_shards
     assert {shard.data.shape for shard in shards} == {(4, EMBED, MLP // 2)}
     placed = jax.device_put(x, sharding.named("seq", None, None))
-    assert_close(jax.jit(sharded)(placed), jax.jit(single)(x))
+    program = jax.jit(sharded).lower(placed).compile()
+    assert_close(program(placed), jax.jit(single)(x))
+    # Shared experts are in the one sum.
+    rows = x.shape[0] * x.shape[1] * 4
+    sums = {"all-reduce": (1, rows // 2 * EMBED)}
+    if "data" in (expert, mlp):
+        sums |= {"all-gather": (3, rows * (EMBED + 2 * 3)), "reduce-scatter": (1, rows * EMBED)}
+    assert_collectives(program, sums)
 
 
 def test_tokens_travel_to_experts_that_are_split_as_sequences_are():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jkv.cache.spec import CacheSpec
-from jkv.config import MeshSection, load_config
+from jkv.config import MeshRules, MeshSection, load_config
 from jkv.plan.capacity import Deployment
 from jkv.plan.decoder import cache_groups
 from jkv.plan.lengths import one_length
@@ -56,6 +56,15 @@ def test_experts_count_by_the_tokens_that_are_sent_to_them():
     held = 8192 * deployment.spec.bytes_per_token
     # One token goes to 8 of 256 experts; of so many tokens, each expert has some.
     assert none - one == pytest.approx(2 * 248 * per_expert + 9_999 * held, rel=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["expert", "mlp"])
+def test_parts_that_are_split_as_sequences_are_get_the_tokens_of_all(axis: str):
+    whole = make_deployment("deepseek-v3")
+    mesh = MeshSection((("data", 8),), "auto", MeshRules(**dict.fromkeys(("seq", "page", axis), "data")))
+    shared = replace(whole, mesh=mesh)
+    assert 8 * step_flops(shared, 4, width=1) == step_flops(whole, 32, width=1)
+    assert step_bytes(shared, 32, width=1) < step_bytes(whole, 4, width=1)
 
 
 def test_a_window_bounds_what_is_attended_to():
