@@ -13,7 +13,7 @@ from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.ops.checks import check_options
 from kernels_pallas.latent_attention import LatentArguments
-from kernels_pallas.paged_attention import PagedArguments, Pages
+from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe
 
 from .compare import assert_close
 from .poison import poison
@@ -214,7 +214,7 @@ def test_auto_chooses_a_tpus_kernel_where_it_takes_the_call_and_says_so(
     rows = jnp.zeros(1, jnp.int32)
     call = PagedArguments(
         jnp.zeros((1, 1, 1, 128)), pages, pages, jnp.zeros((1, 2), jnp.int32), rows, rows, 0
-    )
+    )._replace(stripe=Stripe(2, 1))
     with caplog.at_level("INFO", "jkv.ops"):
         assert ops.choose("auto", call) == chosen
     assert said in caplog.text
@@ -226,7 +226,7 @@ def test_auto_attends_to_latents_by_a_tpus_kernel(monkeypatch, caplog):
     latents, ropes = (Pages(jnp.zeros((2, 1, 16, 128), jnp.bfloat16)) for _ in range(2))
     query, rows = jnp.zeros((1, 1, 1, 128)), jnp.zeros(1, jnp.int32)
     table = jnp.zeros((1, 2), jnp.int32)
-    call = LatentArguments(query, query, latents, ropes, table, rows, rows, 0)
+    call = LatentArguments(query, query, latents, ropes, table, rows, rows, 0, stripe=Stripe(2, 1))
     assert ops.choose("auto", call) == "pallas_tpu"
     weight = jnp.zeros((1, 128, 128))
     with caplog.at_level("INFO", "jkv.ops"):

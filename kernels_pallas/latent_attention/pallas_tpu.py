@@ -27,8 +27,6 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
     """
     if arguments.up is not None:
         return "latents must be attended to as they are, got up-projections of every head"
-    if arguments.stripe is not None:
-        return "the TPU kernel walks tables of all pages, got one of a stripe; use 'xla'"
     for name, pages in (("latents", arguments.latents), ("rotated parts", arguments.ropes)):
         if (why := refused_pages(name, pages)) is not None:
             return why
@@ -65,6 +63,7 @@ def latent_attention(
         (arguments.query, arguments.rope_query),
         (arguments.latents, arguments.ropes),
         arguments[4:8],
+        arguments.stripe,
         None,
         sizes.sizes_of(shape_of(arguments), num_pages, tiling),
         Options("latent_attention", scale, window),

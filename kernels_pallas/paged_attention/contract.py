@@ -136,6 +136,10 @@ class Stripe(NamedTuple):
     stride: Int[Array, ""] | int
     offset: Int[Array, ""] | int
 
+    def pages_before(self, page: Int[Array, "*seq"]) -> Int[Array, "*seq"]:
+        """Return how many pages of the stripe come before a sequence's `page`."""
+        return jax.lax.div(page - self.offset + (self.stride - 1), jnp.int32(self.stride))
+
 
 class PagedArguments(NamedTuple):
     """The arrays of one call.

@@ -21,8 +21,6 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
         arguments: the call.
         tiling: None is that of `tiling_for` without a window, which makes no tile larger.
     """
-    if arguments.stripe is not None:
-        return "the TPU kernel walks tables of all pages, got one of a stripe; use 'xla'"
     for name, pages in (("keys", arguments.keys), ("values", arguments.values)):
         if (why := refused_pages(name, pages)) is not None:
             return why
@@ -62,6 +60,7 @@ def paged_attention(
         (query,),
         (keys, values),
         arguments[3:7],
+        arguments.stripe,
         sinks,
         sizes.sizes_of(shape_of(arguments), num_pages, tiling),
         Options("paged_attention", scale, window, soft_cap),

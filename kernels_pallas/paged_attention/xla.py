@@ -155,9 +155,9 @@ def plan_walk(
     positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1)
     begins = _first_kept(table, stripe, ends, page_size)
     first = begins if window is None else jnp.maximum(begins, starts - window + 1)
-    first = _pages_before(stripe, jax.lax.div(first, jnp.int32(page_size)))
+    first = stripe.pages_before(jax.lax.div(first, jnp.int32(page_size)))
     first = jax.lax.div(first, jnp.int32(block_pages))
-    last = _pages_before(stripe, jax.lax.div(ends + jnp.int32(page_size - 1), jnp.int32(page_size)))
+    last = stripe.pages_before(jax.lax.div(ends + jnp.int32(page_size - 1), jnp.int32(page_size)))
     last = jax.lax.div(last + jnp.int32(block_pages - 1), jnp.int32(block_pages))
     positions = jnp.repeat(positions, group, axis=1)
     limits = positions + 1 if run_slots is None else positions - positions % run_slots
@@ -183,11 +183,6 @@ def _first_kept(
 ) -> Int[Array, " seq"]:
     """Return the first position that tables name: what is further back has been written over."""
     return jnp.maximum(ends - table.shape[1] * stripe.stride * page_size, 0)
-
-
-def _pages_before(stripe: Stripe, page: Int[Array, "*seq"]) -> Int[Array, "*seq"]:
-    """Return how many pages of the stripe come before a sequence's `page`."""
-    return jax.lax.div(page - stripe.offset + (stripe.stride - 1), jnp.int32(stripe.stride))
 
 
 def follow(walk: Walk, sums: Sums, read: Callable[[Int[Array, "seq page"]], tuple[jax.Array, Pages]]) -> Sums:
@@ -294,7 +289,7 @@ def _own_runs(
     begins += span * jnp.arange(num_runs, dtype=jnp.int32)[None]
     page_size, stripe = arguments.values.page_size, arguments.stripe or Stripe(1, 0)
     page = jax.lax.div(begins, jnp.int32(page_size))
-    logical = _pages_before(stripe, page)
+    logical = stripe.pages_before(page)
     pages, is_page = _layer_pages(arguments.page_table, logical, num_pages, arguments.page_offset)
     is_page &= logical * stripe.stride + stripe.offset == page
     within = jax.lax.div(begins % page_size, jnp.int32(span))

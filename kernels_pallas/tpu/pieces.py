@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.paged_attention.contract import Stripe
 from kernels_pallas.tpu.parts import Part
 from kernels_pallas.tpu.sizes import Sizes
 
-# Larger than any place, and small enough that a window is added without overflow.
+# Larger than any position, and small enough that a window is added without overflow.
 HIDDEN = 2**30
 
 
@@ -17,37 +18,47 @@ class Pieces(NamedTuple):
     """The pieces of a step and one past them, int32 `[piece + 1]` each, or their refs.
 
     Attributes:
-        starts: tokens before a piece's; 0 without tokens, so that it has no pages.
+        starts: tokens before a piece's.
         lens: its tokens.
         firsts: the first position that it sees.
+        begins: of the pages of the stripe, the first that it sees; 0 where it sees none.
+        ends: of the slots of the stripe, the end of those that it sees; the same.
         following: the next piece that sees any, which may be the piece itself.
     """
 
     starts: Any
     lens: Any
     firsts: Any
+    begins: Any
+    ends: Any
     following: Any
 
 
 def pieces_of(
-    starts: Int[Array, " seq"], lens: Int[Array, " seq"], sizes: Sizes, window: int | None
+    starts: Int[Array, " seq"], lens: Int[Array, " seq"], stripe: Stripe, sizes: Sizes, window: int | None
 ) -> Pieces:
     """Return the pieces of a step."""
+    page_size = sizes.shape.page_size
     past = jnp.arange(sizes.pieces_per_seq, dtype=jnp.int32)[None] * sizes.query_tokens
     piece_lens = jnp.clip(lens[:, None] - past, 0, sizes.query_tokens).reshape(-1)
-    piece_starts = jnp.where(piece_lens > 0, (starts[:, None] + past).reshape(-1), 0)
+    piece_starts = (starts[:, None] + past).reshape(-1)
     # What is further back than the table is wide has been written over.
-    kept = jnp.maximum(starts + lens - sizes.shape.max_pages * sizes.shape.page_size, 0)
+    kept = jnp.maximum(starts + lens - sizes.shape.max_pages * stripe.stride * page_size, 0)
     firsts = jnp.repeat(kept, sizes.pieces_per_seq)
     if window is not None:
         firsts = jnp.maximum(firsts, piece_starts - window + 1)
-    firsts = jnp.where(firsts < piece_starts + piece_lens, firsts, HIDDEN)
+    piece_ends = piece_starts + piece_lens
+    begins = stripe.pages_before(jax.lax.div(firsts, jnp.int32(page_size)))
+    last = stripe.pages_before(jax.lax.div(piece_ends + (page_size - 1), jnp.int32(page_size))) - 1
+    filled = piece_ends - (last * stripe.stride + stripe.offset) * page_size
+    ends = last * page_size + jnp.minimum(filled, page_size)
+    is_seen = (firsts < piece_ends) & (begins <= last)
+    begins, ends = jnp.where(is_seen, begins, 0), jnp.where(is_seen, ends, 0)
     padding = (0, sizes.num_pieces + 1 - piece_lens.shape[0])
-    piece_starts, piece_lens = jnp.pad(piece_starts, padding), jnp.pad(piece_lens, padding)
-    firsts = jnp.pad(firsts, padding, constant_values=HIDDEN)
     index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
-    following = jax.lax.cummin(jnp.where(firsts < HIDDEN, index, sizes.num_pieces), reverse=True)
-    return Pieces(piece_starts, piece_lens, firsts, following)
+    following = jnp.where(jnp.pad(is_seen, padding), index, sizes.num_pieces)
+    arrays = (jnp.pad(array, padding) for array in (piece_starts, piece_lens, firsts, begins, ends))
+    return Pieces(*arrays, jax.lax.cummin(following, reverse=True))
 
 
 def to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Array:

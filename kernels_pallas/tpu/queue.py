@@ -3,7 +3,7 @@
 While one tile is attended to, the next `num_buffers - 1` are on their way, the first tiles of the next pieces
 among them, so that short sequences do not wait for one another. Of a tile only the pages that a query sees
 are fetched, in one copy of all heads for each pool. Of the page table the part that names them is in SMEM,
-and the next on its way. Knows no query and no number that is stored.
+and the next on its way. Pages are counted in their stripe. Knows no query and no number that is stored.
 """
 
 import dataclasses
@@ -59,25 +59,22 @@ class Queue:
     semaphores: Any
     row_semaphores: Any
 
-    def first_page(self, piece: Any) -> Any:
-        """Return the first page that a piece sees."""
-        return jax.lax.div(self.pieces.firsts[piece], self.sizes.shape.page_size)
-
     def end_page(self, piece: Any) -> Any:
         """Return the page past the last that a piece sees."""
         page_size = self.sizes.shape.page_size
-        return jax.lax.div(self.pieces.starts[piece] + self.pieces.lens[piece] + page_size - 1, page_size)
+        return jax.lax.div(self.pieces.ends[piece] + page_size - 1, page_size)
 
     def pages_of(self, piece: Any, tile: Any) -> tuple[Any, Any]:
         """Return the pages of a tile that a piece sees."""
         begin = tile * self.sizes.block_pages
         end = begin + self.sizes.block_pages
-        return jnp.maximum(self.first_page(piece), begin), jnp.minimum(self.end_page(piece), end)
+        return jnp.maximum(self.pieces.begins[piece], begin), jnp.minimum(self.end_page(piece), end)
 
     def tiles_of(self, piece: Any) -> tuple[Any, Any]:
         """Return the tiles that a piece sees."""
         block_pages = self.sizes.block_pages
-        return jax.lax.div(self.first_page(piece), block_pages), pl.cdiv(self.end_page(piece), block_pages)
+        begin = jax.lax.div(self.pieces.begins[piece], block_pages)
+        return begin, pl.cdiv(self.end_page(piece), block_pages)
 
     def begin(self) -> None:
         """Start the copies of the first tiles, all that there is room for but one."""

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from kernels_pallas.paged_attention.contract import Pages
+from kernels_pallas.paged_attention.contract import Pages, Stripe
 from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
 from kernels_pallas.tpu.pieces import HIDDEN, Pieces, from_rows, pieces_of, sink_rows, to_rows
 from kernels_pallas.tpu.queue import CURSOR, Queue
@@ -49,6 +49,7 @@ def walk(
     queries: tuple[Float[Array, "seq time q_head _"], ...],
     pools: tuple[Pages, ...],
     rows: tuple[Array, Array, Array, Any],
+    stripe: Stripe | None,
     sinks: Float[Array, " q_head"] | None,
     sizes: Sizes,
     options: Options,
@@ -59,20 +60,21 @@ def walk(
         queries: one for each pool that keys are made of.
         pools: as `sizes.shape.parts`.
         rows: page table, starts, lens and page offset, as `PagedArguments`.
+        stripe: as `PagedArguments`.
         sinks: see `paged_attention.reference`.
         sizes: of the call.
         options: of the call.
     """
     table, starts, lens, offset = rows
     table = jnp.pad(table, ((0, sizes.num_parts * sizes.part_seqs - table.shape[0]), (0, 0)))
-    shape = sizes.shape
+    shape, stripe = sizes.shape, stripe or Stripe(1, 0)
     operands = [
         to_rows(query.astype(shape.operand_dtype), sizes, part)
         for query, part in zip(queries, shape.keys, strict=True)
     ]
     out, log_sum = _call(sizes, options, has_sinks=sinks is not None)(
-        pieces_of(starts, lens, sizes, options.window),
-        jnp.asarray(offset, jnp.int32)[None],
+        pieces_of(starts, lens, stripe, sizes, options.window),
+        *jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.int32)[None], (offset, stripe)),
         table.reshape(sizes.num_parts, -1),
         tuple(operands),
         None if sinks is None else sink_rows(sinks, sizes),
@@ -104,7 +106,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
     return pl.pallas_call(
         functools.partial(_kernel, sizes=sizes, options=options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(sizes.num_pieces // sizes.pieces_per_step,),
             in_specs=[
                 in_hbm,
@@ -149,6 +151,7 @@ def _tiles(sizes: Sizes, part: Part) -> Stored:
 def _kernel(
     pieces: Pieces,  # int32 [piece + 1] each                  SMEM, prefetched
     offset_ref,  # int32 [1]                                   SMEM, prefetched
+    stripe: Stripe,  # int32 [1] each                          SMEM, prefetched
     table_ref,  # int32 [part, seq * max_pages]                HBM
     query_refs,  # of each pool of keys: [step_piece, kv_head, share * row, lane]      VMEM
     sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
@@ -156,7 +159,7 @@ def _kernel(
     out_ref,  # [step_piece, kv_head, row, lane]               VMEM
     log_sum_ref,  # float32 [step_piece, kv_head, n, 128]      VMEM
     tiles: tuple[Any, ...],  # of each pool: see `Queue`      VMEM
-    hidden_ref,  # int32 [1, token]: of pages that are none    VMEM
+    tokens_ref,  # int32 [1, token]: see `tokens`              VMEM
     peak_ref,  # float32 [kv_head, row, 128], equal lanes      VMEM
     total_ref,  # float32 [kv_head, row, 128], to be added     VMEM
     sum_ref,  # float32 [kv_head, row, lane]                   VMEM
@@ -217,8 +220,8 @@ def _kernel(
 
     def clear_edges(piece, tile, buffer):
         """Zero what a dead slot would spoil: all of a weighted sum, or the slot that shares its row."""
-        begin = queue.first_page(piece) * page_size - tile * block
-        end = pieces.starts[piece] + pieces.lens[piece] - tile * block
+        begin = pieces.begins[piece] * page_size - tile * block
+        end = pieces.ends[piece] - tile * block
         for index, part in enumerate(shape.parts):
             # Integers are never NaN, and scales of dead slots are dropped.
             if part.dtype != jnp.int8 and (index == shape.value or part.columns.share > 1):
@@ -231,18 +234,22 @@ def _kernel(
             place += jax.lax.div(place, column) * (page_size - column)
         return jnp.concatenate([place + i * column for i in range(share)], axis=1)
 
+    def tokens():
+        """Return how many tokens after the tile's first its slots are: of a stripe it has not all pages."""
+        slot = slots()
+        return slot + jax.lax.div(slot, page_size) * ((stripe.stride[0] - 1) * page_size)
+
     def hide(buffer):
-        """Mark the tokens of a tile whose pages are none."""
+        """Have the tokens of a tile whose pages are none before all that is seen."""
 
-        def hide_page(hole, hidden):
+        def hide_page(hole, token):
             slot = slots() - places_ref[buffer, hole] * page_size
-            return jnp.where((slot >= 0) & (slot < page_size), HIDDEN, hidden)
+            return jnp.where((slot >= 0) & (slot < page_size), -HIDDEN, token)
 
-        nothing = jnp.zeros((1, block), jnp.int32)
-        hidden_ref[...] = jax.lax.fori_loop(0, holes_ref[buffer], hide_page, nothing)
+        tokens_ref[...] = jax.lax.fori_loop(0, holes_ref[buffer], hide_page, tokens())
 
     def show_all():
-        hidden_ref[...] = jnp.zeros((1, block), jnp.int32)
+        tokens_ref[...] = tokens()
 
     def numbers(index, buffer, heads):
         """Return entries of a tile as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
@@ -291,10 +298,10 @@ def _kernel(
 
     def attend(index, piece, tile, buffer):
         """Take a tile into the sums of a piece."""
-        position = tile * block + slots()
-        is_hidden = (hidden_ref[...] > 0) | (position < pieces.firsts[piece])
+        position = (tile * block_pages * stripe.stride[0] + stripe.offset[0]) * page_size + tokens_ref[...]
         # Row `token * group + head` sees places up to its token's, compared in rows: nothing is divided.
-        past = jnp.where(is_hidden, HIDDEN, (position - pieces.starts[piece]) * shape.group)
+        past = (position - pieces.starts[piece]) * shape.group
+        past = jnp.where(position < pieces.firsts[piece], HIDDEN, past)
         row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, block), 0)
         is_seen = past <= row
         if options.window is not None:

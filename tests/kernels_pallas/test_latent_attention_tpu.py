@@ -16,6 +16,7 @@ from kernels_pallas.paged_attention import Tiling
 from ..compare import assert_close, relative_errors
 from ..machines import find_target
 from .models import latent_arguments
+from .stripes import in_stripes
 from .test_latent_attention import SCALE, make_arguments, run
 from .tpu_kernels import FAULTS, encoded_pages, has_races, interpreted, put_fault
 
@@ -87,6 +88,18 @@ def test_the_kernel_costs_at_most_twice_the_definitions_own_error(shape: Shape, 
     is_seen = jnp.isfinite(expected_log_sum)
     assert (jnp.isfinite(log_sum) == is_seen).all()
     assert_close(log_sum[is_seen], expected_log_sum[is_seen], 1e-5)
+
+
+@pytest.mark.gate
+def test_stripes_of_pages_merged_are_the_whole():
+    arguments, num_pages = encoded(DECODE, "f32")
+    columns = -arguments.page_table.shape[1] % 3
+    arguments = arguments._replace(page_table=jnp.pad(arguments.page_table, ((0, 0), (0, columns))))
+    out, log_sum = in_stripes(lambda arguments, _: run_kernel(DECODE, arguments, num_pages), arguments, 3)
+    expected, expected_log_sum = run_reference(DECODE, arguments, num_pages)
+    assert_close(out, expected)
+    is_seen = jnp.isfinite(expected_log_sum)
+    assert_close(log_sum[is_seen], expected_log_sum[is_seen])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
-from kernels_pallas.paged_attention import PagedArguments, Tiling, pallas_tpu
+from kernels_pallas.paged_attention import PagedArguments, Stripe, Tiling, pallas_tpu
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
-from kernels_pallas.tpu import queue, sizes
+from kernels_pallas.tpu import queue, sizes, walk
 
 from ..compare import assert_close, relative_errors
 from ..loops import LARGE, SMALL, loop
@@ -24,6 +25,7 @@ from ..loops import make_arguments as make_loop_arguments
 from ..machines import find_target
 from ..poison import poison
 from .models import model_arguments
+from .stripes import in_stripes
 from .test_paged_attention import (
     assert_log_sums_close,
     make_arguments,
@@ -139,6 +141,41 @@ def test_pages_written_over_are_not_seen(shape: Shape, width: int):
     expected, expected_log_sum = run_reference(shape, arguments, num_pages)
     assert_close(out, expected)
     assert_log_sums_close(log_sum, expected_log_sum)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None,
+        pytest.param(("+ stripe.offset[0]) * page_size", ") * page_size"), marks=pytest.mark.gate),
+        pytest.param(("(stripe.stride[0] - 1) * page_size", "0"), marks=pytest.mark.gate),
+    ],
+)
+def test_stripes_of_pages_merged_are_the_whole(fault, monkeypatch):
+    """A ring under a window, of two stripes; of one row a stripe has nothing."""
+    shape = Shape(2, 1, 128, page_size=32, time=3, totals=(3, 0, 301), window=150, has_sinks=True)
+    arguments, num_pages = make_arguments(shape, width=6)
+    options = make_options(shape)
+    sinks = options.pop("sinks")
+    if fault is not None:
+        put_fault((walk, *fault), pallas_tpu, monkeypatch)
+    options |= {"num_pages": num_pages, "tiling": TILING}
+    kernel = jax.jit(functools.partial(pallas_tpu.paged_attention, **options))
+    has_race = False
+
+    def compute(arguments: PagedArguments, stripe: int) -> tuple[jax.Array, jax.Array]:
+        nonlocal has_race
+        # A sink is counted once.
+        results = interpreted(lambda: kernel(arguments, sinks=sinks - (jnp.inf if stripe else 0.0)))
+        has_race |= has_races()
+        return results
+
+    expected, expected_log_sum = run_reference(shape, arguments, num_pages)
+    with nullcontext() if fault is None else pytest.raises((AssertionError, RuntimeWarning)):
+        out, log_sum = in_stripes(compute, arguments, 2)
+        assert not has_race
+        assert_close(out, expected)
+        assert_log_sums_close(log_sum, expected_log_sum)
 
 
 @pytest.mark.parametrize(
@@ -324,9 +361,10 @@ def test_the_kernel_compiles_for_tpus_within_their_memories(name: str, codec: st
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("machine", ["v5e", "tpu7x"])
-def test_the_kernel_compiles_for_tpus_with_a_page_table_larger_than_their_smem(machine: str):
+def test_the_kernel_compiles_for_tpus_with_a_stripes_page_table_larger_than_their_smem(machine: str):
     arguments, num_pages = model_arguments(MODELS["llama3_70b_of_8"], "bf16")
-    arguments = arguments._replace(page_table=jax.ShapeDtypeStruct((64, 8192), jnp.int32))
+    table, scalar = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((64, 8192), ()))
+    arguments = arguments._replace(page_table=table, stripe=Stripe(scalar, scalar))
     call = functools.partial(pallas_tpu.paged_attention, num_pages=num_pages, scale=0.1)
     jax.jit(call).lower(shapes_on(find_target(machine), arguments)).compile()
 
