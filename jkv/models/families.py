@@ -117,6 +117,13 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
             f"a head must have an even number of entries, got {config.head_dim} "
             f"({config.embed_dim} over {config.num_heads} heads where no size is named)"
         )
+    if config.latent is not None and config.latent.rope % 2:
+        raise ValueError(
+            f"latent attention must have an even number of rotated entries, got {config.latent.rope}"
+        )
+    for rope in (config.rope, config.window_rope):
+        if rope is not None and rope.scaling == "yarn" and rope.theta <= 1:
+            raise ValueError(f"yarn must have a rotary base above 1, got {rope.theta}")
     if any(window is not None and window < 1 for window in config.windows):
         raise ValueError(f"a sliding window must hold at least one token, got {config.windows}")
     if config.mixture is not None:
@@ -158,6 +165,8 @@ class MixtureKeys:
         group_score: see `Routing`; config.json's `n_group` and `topk_group` count the groups.
         has_bias: biases on the logits and in the experts.
         has_correction: see `Routing`.
+        methods: values of config.json's `topk_method` that choose so, of which `greedy` does without groups;
+            () has no such key, or a fixed one.
         are_interleaved: a Hugging Face file has one tensor for all experts' gate and up projections, inputs
             first, a gate's column before its up's; else two for each expert.
     """
@@ -168,6 +177,7 @@ class MixtureKeys:
     group_score: Literal["max", "top2"] = "max"
     has_bias: bool = False
     has_correction: bool = False
+    methods: tuple[str, ...] = ()
     are_interleaved: bool = False
 
 
@@ -340,6 +350,7 @@ FAMILIES: dict[str, Family] = {
         has_qkv_bias=False,
         has_window=True,
         keys=frozenset({"sliding_window"}),
+        defaults={"num_key_value_heads": 8},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -350,7 +361,7 @@ FAMILIES: dict[str, Family] = {
         has_window=True,
         mixture=MixtureKeys("intermediate_size"),
         keys=_EXPERT_KEYS | {"sliding_window"},
-        defaults={"rope_theta": 1_000_000.0, "sliding_window": None},
+        defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0, "sliding_window": None},
         hf_names={
             "mlp.router": "block_sparse_moe.gate",
             "mlp.experts.gate_proj": "block_sparse_moe.experts.{expert}.w1",
@@ -367,7 +378,12 @@ FAMILIES: dict[str, Family] = {
         fixed={"use_mrope": False},
     ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", "qwen3", "qwen3", has_qk_norm=True, keys=_WINDOW_KEYS | {"attention_bias"}
+        "Qwen3ForCausalLM",
+        "qwen3",
+        "qwen3",
+        has_qk_norm=True,
+        keys=_WINDOW_KEYS | {"attention_bias"},
+        defaults={"head_dim": 128},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -383,6 +399,7 @@ FAMILIES: dict[str, Family] = {
             "sliding_window",
             "max_window_layers",
         },
+        defaults={"num_key_value_heads": 4},
         fixed={
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -406,6 +423,7 @@ FAMILIES: dict[str, Family] = {
         # Published files repeat the window in a key that nothing reads.
         keys=_GEMMA_KEYS | {"sliding_window_size"},
         defaults={
+            "num_key_value_heads": 4,
             "head_dim": 256,
             "query_pre_attn_scalar": 256,
             "attn_logit_softcapping": 50.0,
@@ -461,7 +479,13 @@ FAMILIES: dict[str, Family] = {
         mixture=MixtureKeys("intermediate_size", has_bias=True, are_interleaved=True),
         keys=_EXPERT_KEYS
         | {"attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit"},
-        defaults={"attention_bias": True, "head_dim": 64, "rope_theta": 150_000.0, "sliding_window": 128},
+        defaults={
+            "attention_bias": True,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+        },
         rope={
             "rope_type": "yarn",
             "factor": 32.0,
@@ -500,7 +524,9 @@ FAMILIES: dict[str, Family] = {
         "deepseek_v2",
         "deepseek2",
         has_latent=True,
-        mixture=MixtureKeys("moe_intermediate_size", is_normalized=False),
+        mixture=MixtureKeys(
+            "moe_intermediate_size", is_normalized=False, methods=("greedy", "group_limited_greedy")
+        ),
         keys=_DEEPSEEK_KEYS | {"topk_method"},
         defaults={"q_lora_rank": 1536, "n_shared_experts": 2, "topk_method": "greedy"},
         fixed={"mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"},

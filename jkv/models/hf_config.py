@@ -334,8 +334,11 @@ def _mixture(given: Mapping[str, Any], family: Family) -> MixtureConfig | None:
             f"config.json must give one number of experts as {' or '.join(_NUM_EXPERTS)}, "
             f"num_experts_per_tok and {keys.mlp_dim}, got {sorted(counts)}, without {missing}"
         )
+    method = given.get("topk_method")
+    if keys.methods and method not in keys.methods:
+        raise ValueError(f"config.json's topk_method must be one of {list(keys.methods)}, got {method!r}")
     is_normalized = given.get("norm_topk_prob", False) if keys.is_normalized is None else keys.is_normalized
-    has_groups = given.get("topk_method") != "greedy"
+    has_groups = method != "greedy"
     routing = Routing(
         num_experts=counts.pop(),
         num_active=given["num_experts_per_tok"],

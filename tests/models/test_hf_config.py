@@ -106,6 +106,32 @@ def test_sizes_that_old_files_leave_out_follow_from_the_others():
     assert (config.is_tied, config.eos_token_ids) == (False, ())
 
 
+@pytest.mark.parametrize(
+    ("family", "keys", "num_kv_heads", "head_dim"),
+    [
+        ("Llama", {}, 32, 2),
+        ("Mistral", {}, 8, 2),
+        ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 8, 2),
+        ("Qwen3", {}, 32, 128),
+        (
+            "Qwen3Moe",
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+            4,
+            2,
+        ),
+        ("Gemma2", {}, 4, 256),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2}, 8, 64),
+        ("Olmo2", {}, 32, 2),
+        ("Phi3", {}, 32, 2),
+    ],
+)
+def test_sizes_of_heads_that_a_file_leaves_out_are_those_of_transformers(
+    family: str, keys: dict, num_kv_heads: int, head_dim: int
+):
+    config = config_from_hf(make_hf(family, num_attention_heads=32, **keys))
+    assert (config.num_kv_heads, config.head_dim) == (num_kv_heads, head_dim)
+
+
 def test_the_model_type_serves_where_no_architecture_is_named():
     config = make_hf()
     del config["architectures"]
@@ -230,6 +256,10 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(family: str, chang
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0, got 0.5"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic'"),
+        (
+            {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "a rotary base above 1, got 1.0",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"a": 1}}, "differ"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'fp8' or 'mxfp4', got 'awq'"),
         ({"num_key_value_heads": 3}, "got 8 and 3"),

@@ -139,12 +139,15 @@ def test_groups_count_where_experts_are_chosen_within_them():
     assert config.mixture is not None
     routing = config.mixture.routing
     assert (routing.num_groups, routing.num_active_groups, routing.group_score) == (8, 3, "max")
+    with pytest.raises(ValueError, match=r"topk_method must be one of \['greedy', .*, got 'noaux_tc'"):
+        published("deepseek_v2_lite", topk_method="noaux_tc")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rope_interleave": False}, "rope_interleave must be True, got False"),
+        ({"qk_rope_head_dim": 63}, "even number of rotated entries, got 63"),
         ({"qk_head_dim": 128}, "qk_head_dim must be 192, of its parts, got 128"),
         ({"kv_lora_rank": None}, r"latent attention lacks \['kv_lora_rank'\]"),
         ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid', got 'softmax'"),
