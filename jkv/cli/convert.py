@@ -51,12 +51,12 @@ class Arguments:
     """Distances over which the rotation of what is rotated no more is averaged; 64 if left out."""
     text: Path | None = None
     """File of UTF-8 text: its first part says which directions a latent keeps, its last what was lost."""
-    held_out: float = HELD_OUT
-    """Last share of the text, on which the models are compared."""
-    row: int = _ROW
-    """Tokens of the rows that the text is cut into."""
-    max_rows: int = _MAX_ROWS
-    """Rows of each part that are used, at most."""
+    held_out: float | None = None
+    """Last share of the text, on which the models are compared; an eighth if left out."""
+    row: int | None = None
+    """Tokens of the rows that the text is cut into; 512 if left out."""
+    max_rows: int | None = None
+    """Rows of each part that are used, at most; 16 if left out."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """How weights are stored."""
     json: Flag = False
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> None:
                 make_decoder(stored.config, parameters),
                 make_decoder(converted.config, converted.parameters),
             )
-            comparison = compare_models(*models, text.held_out[: arguments.max_rows])
+            comparison = compare_models(*models, text.held_out[: _max_rows(arguments)])
     shown = describe(stored, converted, comparison)
     print(json.dumps(shown) if arguments.json else _table(shown))
 
@@ -96,7 +96,7 @@ def convert(
     assert arguments.latent is not None
     moments = None
     if text is not None:
-        moments = input_moments(make_decoder(config, parameters), text.rows[: arguments.max_rows])
+        moments = input_moments(make_decoder(config, parameters), text.rows[: _max_rows(arguments)])
     return to_latent(
         config,
         parameters,
@@ -131,16 +131,25 @@ def _check(arguments: Arguments) -> None:
         raise ValueError("exactly one of --kv-heads and --latent must be given")
     if arguments.kv_heads is not None and (arguments.rope is not None or arguments.span is not None):
         raise ValueError("--rope and --span are for --latent alone; drop them")
-    require_whole("--max-rows", arguments.max_rows, at_least=1, unit=" row")
+    of_text = (arguments.held_out, arguments.row, arguments.max_rows)
+    if arguments.text is None and of_text != (None, None, None):
+        raise ValueError("--held-out, --row and --max-rows are for --text alone; give it, or drop them")
+    require_whole("--max-rows", _max_rows(arguments), at_least=1, unit=" row")
+
+
+def _max_rows(arguments: Arguments) -> int:
+    return _MAX_ROWS if arguments.max_rows is None else arguments.max_rows
 
 
 def _read(arguments: Arguments, location: ModelLocation, config: ModelConfig) -> SplitText | None:
     if arguments.text is None:
         return None
-    if arguments.row > config.max_length:
-        raise ValueError(f"--row must be at most the model's {config.max_length} tokens, got {arguments.row}")
+    row = _ROW if arguments.row is None else arguments.row
+    if row > config.max_length:
+        raise ValueError(f"--row must be at most the model's {config.max_length} tokens, got {row}")
     tokens = np.array(load_tokenizer(location).encode(read_text(arguments.text)), np.int32)
-    return split_text(tokens, arguments.row, held_out=arguments.held_out)
+    held_out = HELD_OUT if arguments.held_out is None else arguments.held_out
+    return split_text(tokens, row, held_out=held_out)
 
 
 def _stored_as(dtype: str, converted: Converted) -> dict[str, jax.Array]:

@@ -22,6 +22,8 @@ from jkv.models.tokenizer_files import copy_tokenizer
 from jkv.models.weights.checkpoint import check_new, save_checkpoint
 from jkv.models.weights.model import StoredModel, open_model
 
+_WARMUP, _KEEP_EVERY = 10, 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -43,8 +45,8 @@ class Arguments:
     """Such batches of a step, whose gradients are averaged."""
     learning_rate: float = 3e-4
     """At the end of the warm-up; falls to a tenth of it."""
-    warmup: int = 10
-    """Steps in which the learning rate rises."""
+    warmup: int | None = None
+    """Steps in which the learning rate rises; 10 if left out, or all but one of fewer steps."""
     weight_decay: float = 0.01
     """Of matrices."""
     clip: float = 1.0
@@ -63,8 +65,8 @@ class Arguments:
     """Keep a layer's input alone for the gradient, and compute the rest again."""
     keep: Path | None = None
     """Folder for the run's state; the same command goes on from there."""
-    keep_every: int = 100
-    """Steps between two states."""
+    keep_every: int | None = None
+    """Steps between two states; 100 if left out."""
     plot: Path | None = None
     """File that gets the curve of losses, such as curve.png."""
     json: Flag = False
@@ -96,7 +98,7 @@ def run(argv: Sequence[str]) -> None:
             settings,
             teacher=None if teacher is None else _load(arguments, teacher),
             keep=arguments.keep,
-            keep_every=arguments.keep_every,
+            keep_every=_KEEP_EVERY if arguments.keep_every is None else arguments.keep_every,
             identity=identity,
             report=lambda step, loss: show(f"step {step} of {settings.steps}, loss {loss:.3f}"),
         )
@@ -122,10 +124,15 @@ def _settings(arguments: Arguments) -> Settings:
     if arguments.plot is not None:
         check_output("--plot", arguments.plot)
         check_curve(arguments.plot)
-    require_whole("--keep-every", arguments.keep_every, at_least=1, unit=" step")
+    if arguments.keep_every is not None:
+        require_whole("--keep-every", arguments.keep_every, at_least=1, unit=" step")
+        if arguments.keep is None:
+            raise ValueError("--keep-every is for --keep alone; give it, or drop --keep-every")
     if arguments.teacher is None and arguments.teacher_share is not None:
         raise ValueError("--teacher-share is for --teacher alone; give it, or drop --teacher-share")
     values = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
+    if arguments.warmup is None:
+        values["warmup"] = max(0, min(_WARMUP, arguments.steps - 1))
     if arguments.teacher_share is None:
         values["teacher_share"] = 0.0 if arguments.teacher is None else 1.0
     settings = Settings(**values)

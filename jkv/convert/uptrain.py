@@ -6,6 +6,7 @@ Knows parameters by name and rows of tokens; reads no model and no text.
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ from jkv.decode.compare import divergence
 from jkv.decode.params import require_whole
 from jkv.decode.score import losses
 from jkv.models.families import ModelConfig
+from jkv.models.fields import read_json_object
 from jkv.models.load import abstract_decoder
+from jkv.models.weights.load import check_finite
 
 Parameters = Mapping[str, jax.Array]
 _State = dict[str, Any]
@@ -67,10 +70,11 @@ class Settings:
             require_whole(name, getattr(self, name), at_least=0)
         if self.warmup >= self.steps:
             raise ValueError(f"warmup must be less than the {self.steps} steps, got {self.warmup}")
-        if self.learning_rate <= 0 or self.clip <= 0 or self.weight_decay < 0:
+        # Comparisons with NaN are false.
+        if not (0 < self.learning_rate < math.inf and self.clip > 0 and 0 <= self.weight_decay < math.inf):
             raise ValueError(
-                "learning_rate and clip must be above 0 and weight_decay not below, "
-                f"got {self.learning_rate}, {self.clip} and {self.weight_decay}"
+                "learning_rate and clip must be above 0 and weight_decay not below, of which clip may be "
+                f"infinite, got {self.learning_rate}, {self.clip} and {self.weight_decay}"
             )
         if not 0 <= self.teacher_share <= 1:
             raise ValueError(f"teacher_share must be from 0 to 1, got {self.teacher_share}")
@@ -142,7 +146,7 @@ def uptrain(
 
     Raises:
         ValueError: a setting is out of range, `keep` holds a run with other settings, text or identity, or
-            the loss is not finite.
+            the loss or a parameter is not finite: no such state is kept.
     """
     settings.check()
     if (teacher is None) != (settings.teacher_share == 0):
@@ -167,8 +171,12 @@ def uptrain(
         if not np.isfinite(loss):
             raise ValueError(f"the loss must be finite, got {loss} at step {step + 1}; lower learning_rate")
         report(step + 1, loss)
-        if kept is not None and ((step + 1) % keep_every == 0 or step + 1 == settings.steps):
-            kept.save(step + 1, _named(state))
+        is_last = step + 1 == settings.steps
+        if is_last or (kept is not None and (step + 1) % keep_every == 0):
+            # A loss is from before its update.
+            check_finite(state["parameters"])
+            if kept is not None:
+                kept.save(step + 1, _named(state))
     if kept is not None:
         kept.close()
     return Uptrained(state["parameters"], np.asarray(state["losses"]))
@@ -274,7 +282,7 @@ def _open_kept(folder: Path, identity: Mapping[str, Any]) -> ocp.training.Checkp
     """
     file = folder / _RUN
     if file.is_file():
-        other = json.loads(file.read_text())
+        other = read_json_object(file)
         differing = sorted(name for name in {*other, *identity} if other.get(name) != identity.get(name))
         if differing:
             said = ", ".join(f"{name} {identity.get(name)} for {other.get(name)}" for name in differing)

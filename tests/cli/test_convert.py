@@ -59,6 +59,7 @@ def test_a_converted_model_loads_onto_a_mesh_in_another_dtype(run_jkv, tiny, tmp
         ((), "exactly one of --kv-heads and --latent must be given"),
         (("--kv-heads", 1, "--latent", 8), "exactly one of --kv-heads and --latent must be given"),
         (("--kv-heads", 1, "--rope", 8), "--rope and --span are for --latent alone"),
+        (("--kv-heads", 1, "--row", 64), "--held-out, --row and --max-rows are for --text alone"),
         (("--kv-heads", 3), "KV heads must divide the model's 2, got 3"),
         (("--latent", 8, "--row", 1000, "--text", "x"), "--row must be at most the model's 512 tokens"),
     ],

@@ -33,9 +33,13 @@ def test_a_trained_model_is_written_with_its_tokenizer_and_its_curve(run_json, t
     [
         ((), "a text must have more than 256 tokens to learn from and as many held out, got 336 and 48"),
         (("--length", 600), "--length must be at most the model's 512 tokens, got 600"),
-        (("--steps", 5), "warmup must be less than the 5 steps, got 10"),
+        (("--steps", 5, "--length", 16, "--warmup", 10), "warmup must be less than the 5 steps, got 10"),
+        # Ten steps of warm-up if left out, but of fewer steps all but one: the text is what is wrong here.
+        (("--steps", 5), "a text must have more than 256 tokens"),
+        (("--learning-rate", "nan"), "of which clip may be infinite, got nan, 1.0 and 0.01"),
         (("--teacher-share", 0.5), "--teacher-share is for --teacher alone"),
         (("--keep-every", 0), "--keep-every must be at least 1 step, got 0"),
+        (("--keep-every", 5), "--keep-every is for --keep alone"),
         (("--plot", "curve.xyz"), "a curve's file must end in one of"),
         (("--momentum", 1), "--momentum"),
     ],

@@ -103,6 +103,7 @@ def test_a_seed_s_rows_come_once_an_epoch_in_an_order_of_its_own():
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"warmup": 12}, "warmup must be less than the 12 steps, got 12"),
         ({"learning_rate": 0.0}, "learning_rate and clip must be above 0"),
+        ({"weight_decay": float("nan")}, "weight_decay not below, .* and nan"),
         ({"teacher_share": 0.5}, "got teacher_share 0.5 without a teacher"),
     ],
 )
@@ -115,6 +116,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(model, text):
     spoilt = {name: array * jnp.nan for name, array in model.parameters.items()}
     with pytest.raises(ValueError, match="the loss must be finite, got nan at step 1; lower learning_rate"):
         uptrain(Model(model.forward, spoilt), text, SETTINGS)
+
+
+def test_a_last_update_that_is_not_finite_is_neither_kept_nor_given(model, text, tmp_path):
+    # The rate's float32 has room for the first update's size, its decay of the weights none.
+    settings = replace(SETTINGS, steps=1, warmup=0, learning_rate=3e38, weight_decay=1e3)
+    with pytest.raises(ValueError, match="every parameter must be finite, got NaN or infinity in"):
+        uptrain(model, text, settings, keep=tmp_path / "run")
+    assert not list((tmp_path / "run" / "states").iterdir())
 
 
 @pytest.mark.parametrize(
