@@ -127,6 +127,7 @@ def config_from_gguf(
     given = _keys(metadata, architecture, family)
     check_fields(given, _KINDS, f"{architecture}.")
     check_fields(metadata, _TOKEN_KINDS, "")
+    num_layers = _num_layers(given, architecture, tensor_names)
     num_heads = given["attention.head_count"]
     latent = latent_dims(given) if family.has_latent else None
     head_dim = latent.key if latent else _head_dim(given, architecture)
@@ -139,7 +140,7 @@ def config_from_gguf(
         ModelConfig(
             family=name,
             vocab_size=_vocab_size(metadata, given),
-            num_layers=given["block_count"],
+            num_layers=num_layers,
             embed_dim=given["embedding_length"],
             num_heads=num_heads,
             num_kv_heads=num_heads if latent else given.get("attention.head_count_kv", num_heads),
@@ -149,9 +150,7 @@ def config_from_gguf(
             rope=_rope(given, family, rope_dim, frequency_factors),
             window_rope=_window_rope(given, family, rope_dim),
             max_length=given["context_length"],
-            windows=windows_by_period(
-                family, given.get("attention.sliding_window") or None, given["block_count"]
-            ),
+            windows=windows_by_period(family, given.get("attention.sliding_window") or None, num_layers),
             has_qkv_bias="blk.0.attn_q.bias" in tensor_names,
             has_output_bias="blk.0.attn_output.bias" in tensor_names,
             has_mlp_bias=any(f"blk.0.{part}.bias" in tensor_names for part in ("ffn_up", "ffn_up_exps")),
@@ -204,6 +203,26 @@ def _keys(metadata: Mapping[str, Any], architecture: str, family: Family) -> dic
         if given.get(key, value) != value:
             raise ValueError(f"{prefix}{key} must be {value!r}, got {given[key]!r}")
     return given
+
+
+def _num_layers(given: Mapping[str, Any], architecture: str, tensor_names: Collection[str]) -> int:
+    """Return the decoder's layers; llama.cpp counts those that predict later tokens among a file's blocks.
+
+    A converter may have left their tensors out, but a block without a `nextn` tensor is none of them.
+    """
+    num_blocks, num_past = given["block_count"], given.get("nextn_predict_layers", 0)
+    if num_past >= num_blocks:
+        raise ValueError(
+            f"{architecture}.nextn_predict_layers must be below block_count, got {num_past} of {num_blocks}"
+        )
+    for layer in range(num_blocks - num_past, num_blocks):
+        names = [name for name in tensor_names if name.startswith(f"blk.{layer}.")]
+        if names and not any(".nextn." in name for name in names):
+            raise ValueError(
+                f"blk.{layer} must have a nextn tensor, as {architecture}.nextn_predict_layers is {num_past} "
+                f"and block_count {num_blocks}, got none"
+            )
+    return num_blocks - num_past
 
 
 def _head_dim(given: Mapping[str, Any], architecture: str) -> int:

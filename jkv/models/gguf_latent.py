@@ -23,6 +23,8 @@ LATENT_KINDS = {
     "expert_weights_norm": SWITCH,
     "expert_weights_scale": POSITIVE,
     "leading_dense_block_count": INDEX,
+    # Layers past the decoder's: `jkv.models.weights.leading` leaves them out.
+    "nextn_predict_layers": INDEX,
     "rope.scaling.yarn_log_multiplier": NUMBER,
 }
 # llama.cpp's codes; 0 leaves it to the architecture.

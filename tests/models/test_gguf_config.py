@@ -210,6 +210,17 @@ def test_a_correction_of_the_choice_tells_deepseek_v3_from_v2():
     assert routing.has_correction
 
 
+def test_blocks_that_predict_later_tokens_are_no_layers_of_the_decoder():
+    names = ("output.weight", "blk.2.attn_norm.weight")
+    num_layers = make_deepseek(names, nextn_predict_layers=0).num_layers
+    past = f"blk.{num_layers - 1}."
+    shortened = make_deepseek((*names, f"{past}nextn.eh_proj.weight"), nextn_predict_layers=1)
+    assert (shortened.num_layers, len(shortened.windows)) == (num_layers - 1, num_layers - 1)
+    assert make_deepseek(nextn_predict_layers=1) == shortened
+    with pytest.raises(ValueError, match=rf"{past[:-1]} must have a nextn tensor"):
+        make_deepseek((*names, f"{past}attn_norm.weight"), nextn_predict_layers=1)
+
+
 def test_yarn_beside_latents_corrects_the_softmax_and_no_rotation():
     rope = make_deepseek().rope
     assert (rope.dim, attention_scaling(rope)) == (8, 1.0)
@@ -238,7 +249,7 @@ def test_yarn_beside_latents_corrects_the_softmax_and_no_rotation():
             {"attention__temperature_scale": 0.1},
             r"does not compute: \['deepseek2.attention.temperature_scale'\]",
         ),
-        ({"nextn_predict_layers": 1}, r"does not compute: \['deepseek2.nextn_predict_layers'\]"),
+        ({"nextn_predict_layers": 4}, "nextn_predict_layers must be below block_count, got 4 of"),
     ],
 )
 def test_what_could_change_latents_or_their_experts_unseen_is_refused(changes: dict, message: str):

@@ -17,12 +17,13 @@ class LeadingLayers:
     Args:
         source: the checkpoint.
         num_layers: layers of the decoder.
-        num_past: layers after them that are left out, as config.json counts them.
+        num_past: layers after them that are left out, as the model's description counts them.
+        stem: what the names of a layer's tensors start with, before its number.
     """
 
-    def __init__(self, source: TensorSource, num_layers: int, num_past: int):
+    def __init__(self, source: TensorSource, num_layers: int, num_past: int, *, stem: str):
         self._source = source
-        past = tuple(f"model.layers.{layer}." for layer in range(num_layers, num_layers + num_past))
+        past = tuple(f"{stem}{layer}." for layer in range(num_layers, num_layers + num_past))
         self._infos = {name: info for name, info in source.tensors.items() if not name.startswith(past)}
 
     @property

@@ -95,7 +95,8 @@ def _open(location: ModelLocation) -> StoredModel:
         source = GgufSource(location.path)
         with _naming(location.path):
             config = config_from_gguf(source.metadata, source.tensors, source.frequency_factors())
-        return StoredModel(location, config, source)
+        num_past = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers", 0)
+        return StoredModel(location, config, LeadingLayers(source, config.num_layers, num_past, stem="blk."))
     description = read_json_object(location.path / "config.json")
     with _naming(location.path):
         config = config_from_hf(description)
@@ -105,7 +106,7 @@ def _open(location: ModelLocation) -> StoredModel:
         source = TextTensors(source)
     num_past = description.get("num_nextn_predict_layers")
     if num_past:
-        source = LeadingLayers(source, config.num_layers, num_past)
+        source = LeadingLayers(source, config.num_layers, num_past, stem="model.layers.")
     return StoredModel(location, config, source)
 
 

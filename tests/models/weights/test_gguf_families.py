@@ -38,15 +38,22 @@ ARCHITECTURES = {
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.*)\.weight")
 
 
-def write_gguf(path: Path, model: StoredModel, architecture: str, *, is_split: bool = True) -> Path:
+def write_gguf(
+    path: Path, model: StoredModel, architecture: str, *, is_split: bool = True, num_past: int = 0
+) -> Path:
     """Write a model that was read from config.json; names and keys are the package's.
 
     `is_split`: latents' up-projection is two tensors, as converters have it since they know that keys and
-    values may stay latent.
+    values may stay latent. `num_past`: blocks after the decoder's that predict later tokens.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_layers)
+    writer.add_block_count(config.num_layers + num_past)
+    if num_past:
+        writer.add_nextn_predict_layers(num_past)
+    for layer in range(config.num_layers, config.num_layers + num_past):
+        for part in ("nextn.eh_proj", "attn_norm"):
+            writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones((2, 4), np.float32))
     writer.add_context_length(config.max_length)
     writer.add_embedding_length(config.embed_dim)
     writer.add_feed_forward_length(config.mlp_dim)
@@ -208,6 +215,11 @@ def test_a_gguf_file_may_hold_the_up_projection_of_latents_whole(tmp_path: Path)
     folder = open_folder("deepseek_v3_yarn")
     file = write_gguf(tmp_path / "model.gguf", folder, "deepseek2", is_split=False)
     check_same(open_model(file), folder)
+
+
+def test_layers_of_a_gguf_file_that_predict_later_tokens_are_left_out(tmp_path: Path):
+    folder = open_folder("deepseek_v3_yarn")
+    check_same(open_model(write_gguf(tmp_path / "model.gguf", folder, "deepseek2", num_past=2)), folder)
 
 
 @pytest.mark.parametrize(("name", "is_split"), [("deepseek_v2_lite", False), ("deepseek_v3", True)])
