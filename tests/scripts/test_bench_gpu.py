@@ -1,0 +1,216 @@
+"""The benchmark of GPU kernels, without a GPU: its order, its time, its arithmetic, and runners that fail."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from scripts import bench_gpu, gpu_runners
+from scripts.gpu_cases import BATCHES, CONTEXTS, RUNNERS, Case, Runner, all_cases, goals, table, with_rates
+
+LONG, SHORT = Case("heads_32", 64, 8192, 64, "bf16"), Case("heads_32", 1, 1024, 64, "bf16")
+LATENTS = Case("latent_128", 64, 8192, 64, "bf16")
+ROOFS = {"copy_gb_per_s": 4000.0, "gemm_tflops": 800.0}
+PEER = Runner("peer", None, ("heads",), ("bf16",))
+
+
+def timed(runs: str, case: Case, us: float) -> dict[str, Any]:
+    return with_rates({"runs": runs, **case._asdict(), "us": us, "difference": 0.001}, ROOFS)
+
+
+def verdicts(*lines: dict[str, Any]) -> dict[str, str]:
+    return {goal.text: goal.verdict for goal in goals(lines)}
+
+
+def test_cases_are_all_that_fit_and_those_that_say_most_come_first():
+    cases = list(all_cases().values())
+    assert cases[0] == LONG
+    assert LATENTS in cases[:6]
+    asked = {(batch, context) for batch in BATCHES for context in CONTEXTS}
+    assert asked - {(case.batch, case.context) for case in cases if case.codec == "bf16"} == set()
+    assert Case("heads_32", 256, 131072, 64, "bf16") not in cases
+    assert Case("latent_128", 256, 131072, 64, "bf16") in cases
+
+
+def test_a_call_reads_its_codec_s_bytes():
+    tokens = 64 * 8192
+    codecs = {"bf16": 4096, "int8": 2112, "fp8_e4m3": 2112, "int4_token": 1280}
+    for codec, token_bytes in codecs.items():
+        assert LONG._replace(codec=codec).call_bytes == tokens * token_bytes
+    assert LATENTS.call_bytes == tokens * 1152
+    assert LATENTS.operations == tokens * 128 * 2 * (2 * 512 + 64)
+
+
+def test_shares_are_of_the_copy_and_of_the_lower_roof():
+    line = timed("jkv", LATENTS, us=200.0)
+    assert line["share_of_copy"] == pytest.approx(64 * 8192 * 1152 / 200e-6 / 4e12)
+    # 128 heads are bound by products: 146 Gflop at 800 TFLOP/s are 182 us, 604 MB at 4 TB/s 151 us.
+    assert line["share_of_roof"] == pytest.approx(182.536 / 200, rel=1e-4)
+    assert with_rates({"runs": "peer", "error": "no"}, ROOFS) == {"runs": "peer", "error": "no"}
+
+
+def test_goals_are_met_or_missed_by_the_worst_case():
+    least = LONG.call_bytes / 4e12 * 1e6
+    other = LONG._replace(context=32768)
+    said = verdicts(
+        timed("jkv", LONG, least / 0.9),
+        timed("jkv", other, 4 * least / 0.8),
+        timed("jkv", SHORT, 50.0),  # Too short to be asked for bandwidth.
+        timed("jkv", LONG._replace(codec="int8"), 0.5 * least / 0.9),
+        timed("jkv", LONG._replace(codec="int4_token"), 0.5 * least / 0.9),
+        timed("flash-attn3-jax", LONG, least),
+        timed("flash-attn3-jax", SHORT, 100.0),
+    )
+    assert said == {
+        "share of the copy, bf16, 128K tokens and more": "missed: 0.80",
+        "int8 to bf16": "met: 0.50",
+        "fp8 to bf16": "not measured",
+        "int4 to bf16": "missed: 0.50",
+        "FlashAttention-3's time, pages of 64": "missed: 1.11",
+        "FlashAttention-3's time, pages of 16": "not measured",
+        "FlashAttention-3's time, batch 1": "met: 0.50",
+        "latents' share of the lower roof": "not measured",
+    }
+
+
+def test_the_table_has_the_timed_lines_with_equal_cases_together():
+    lines = [
+        timed("b", LONG, 300.0),
+        timed("b", SHORT, 9.0),
+        timed("a", LONG, 200.0),
+        {"runs": "c", "error": "x"},
+    ]
+    rows = [row.split(" | ")[5:7] for row in table(lines).splitlines()[2:]]
+    assert rows == [["b", "9"], ["a", "200"], ["b", "300"]]
+
+
+# Writes a line for each case, but dies at those of a batch of 8 and hangs at those of 1.
+FAKE = """
+import json, os, sys, time
+from scripts.gpu_cases import all_cases
+_, file, _, runner, names = sys.argv
+with open(file, "w") as stream:
+    for name in names.split(","):
+        case = all_cases()[name]
+        if case.batch == 8:
+            os.abort()
+        if case.batch == 1:
+            time.sleep(600)
+        print(json.dumps({"runs": runner, **case._asdict(), "us": 1.0}), file=stream, flush=True)
+"""
+
+
+def run_fake(batches: list[int], limit_s: float) -> list[str]:
+    cases = {f"heads_32_{batch}_1024_64_bf16": Case("heads_32", batch, 1024, 64, "bf16") for batch in batches}
+    lines = bench_gpu.time_runner(PEER, cases, limit_s, module=("-c", FAKE))
+    return [line.get("error", "timed") for line in lines]
+
+
+def test_a_runner_that_dies_loses_its_case_alone():
+    timed_256, died, timed_64 = run_fake([256, 8, 64], limit_s=60)
+    assert (timed_256, timed_64) == ("timed", "timed")
+    assert died.startswith("ended with -6")
+
+
+def test_a_runner_that_hangs_loses_what_is_left():
+    assert run_fake([64, 1, 256], limit_s=3) == ["timed", "ended after 3 s", "not started"]
+
+
+def test_a_runner_that_never_starts_is_left_alone():
+    lines = list(
+        bench_gpu.time_runner(PEER, dict(list(all_cases().items())[:20]), 60, module=("-c", "raise OSError"))
+    )
+    assert [line["error"] for line in lines[3:]] == ["not started"] * (len(lines) - 3)
+    assert all("OSError" in line["error"] for line in lines[:3])
+
+
+def test_a_peer_that_is_not_installed_is_said_once():
+    absent = PEER._replace(module="no_such_peer")
+    lines = list(bench_gpu.time_runner(absent, all_cases(), 60))
+    assert lines == [{"runs": "peer", "missing": "no_such_peer is not installed"}]
+
+
+def test_runners_share_the_time_that_is_left(monkeypatch):
+    clock, given = [0.0], []
+
+    def spend(runner: Runner, cases: dict[str, Case], limit_s: float) -> list[dict[str, Any]]:
+        given.append((runner.name, limit_s))
+        clock[0] += limit_s if runner.name == "slow" else 0
+        return []
+
+    monkeypatch.setattr(bench_gpu, "time_runner", spend)
+    runners = [PEER._replace(name="quick", weight=2), PEER._replace(name="slow"), PEER._replace(name="last")]
+    list(bench_gpu.time_all(runners, all_cases(), 100.0, clock=lambda: clock[0]))
+    assert given == [("quick", 50.0), ("slow", 50.0), ("last", 50.0)]
+
+
+def test_every_runner_of_the_list_can_be_made():
+    assert {runner.name for runner in RUNNERS} == set(gpu_runners.MAKERS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--limit-s", "0"], "--limit-s must be positive, got 0.0"),
+        (["--out", "/no/such/folder/x"], "--out must be in a folder that exists, got /no/such/folder/x"),
+        (["--oly", "x"], "unrecognized arguments: --oly x"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], message: str, capsys):
+    with pytest.raises(SystemExit):
+        bench_gpu.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_timed(tmp_path):
+    with pytest.raises(SystemExit, match="a GPU is needed, got cpu"):
+        gpu_runners.main([str(tmp_path / "lines"), "roofs"])
+
+
+@pytest.mark.parametrize(
+    ("runner", "case"),
+    [
+        ("jkv xla", Case("heads_32", 2, 48, 16, "int8")),
+        ("jkv xla", Case("latent_16", 2, 48, 16, "bf16")),
+        ("jkv xla", Case("heads_32", 2, 48, 16, "int4_token")),
+        ("jax.nn xla, contiguous", Case("heads_32", 2, 48, 16, "bf16")),
+    ],
+)
+def test_a_runner_attends_to_the_case_s_own_pages(runner: str, case: Case, monkeypatch):
+    monkeypatch.setattr(gpu_runners, "READ_BYTES", 0)
+    # Peers count on JAX's defaults.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        line = gpu_runners.measure(runner, case, pool_bytes=2 * case.call_bytes)
+    assert line["us"] > 0
+    assert line["difference"] < 0.02
+
+
+def test_a_runner_that_attends_to_others_is_found(monkeypatch):
+    """To the next layer's pages, whose entries are of the same kind."""
+    clock, make = gpu_runners.MAKERS["jkv xla"]
+
+    def shifted(data):
+        arrays, attend = make(data)
+        return arrays, lambda arrays, query, layer: attend(arrays, query, (layer + 1) % data.num_layers)
+
+    monkeypatch.setitem(gpu_runners.MAKERS, "jkv xla", (clock, shifted))
+    monkeypatch.setattr(gpu_runners, "READ_BYTES", 0)
+    case = Case("heads_32", 2, 48, 16, "bf16")
+    line = gpu_runners.measure("jkv xla", case, pool_bytes=2 * case.call_bytes)
+    assert line["error"].startswith("differs from the definition by")
+
+
+def test_a_peer_s_exception_is_its_line(monkeypatch):
+    def broken(data):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setitem(gpu_runners.MAKERS, "peer", (gpu_runners.time_jax, broken))
+    line = gpu_runners.measure("peer", Case("heads_32", 1, 16, 16, "bf16"), pool_bytes=1)
+    assert line["error"] == "RuntimeError: no such device"
+
+
+def test_pools_are_arguments_of_a_timed_program_and_no_constants():
+    data = gpu_runners.make_data(Case("heads_32", 1, 1024, 64, "bf16"), pool_bytes=1)
+    arrays, attend = gpu_runners.own_xla(data)
+    lowered = gpu_runners.repeated(data, attend).lower(arrays, data.query)
+    assert len(lowered.as_text()) < data.case.call_bytes // 16
