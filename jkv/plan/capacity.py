@@ -17,6 +17,11 @@ from jkv.plan.lengths import LengthMix, one_length
 
 # `kernels_pallas.paged_attention.contract.Tiling`: tokens of one step of the online softmax.
 _BLOCK_TOKENS = 128
+# `kernels_pallas.hopper.splits` and its callers: tokens of a split at least, twice as many of latents; what
+# they are a multiple of; splits of a table at most; bytes of partial results at most.
+_SPLIT_TOKENS, _SPLIT_MULTIPLE, _MAX_SPLITS, _MAX_PARTIAL_BYTES = 512, 64, 128, 2**30
+# Rows that the queries of a KV head, or of latents, are padded to a multiple of.
+_HEAD_ROWS, _LATENT_ROWS = 8, 64
 _F32 = 4
 
 
@@ -33,7 +38,7 @@ class Memory:
         recent: each sequence's latest keys as they were given, where a codec waits for more of them.
         tables: page tables, lengths, peaks and counts of refused tokens.
         activations: of a step's tokens, where a layer holds most: in its attention or its MLP.
-        workspace: what attention holds beside them; 0 where the MLP is wider.
+        workspace: what attention holds beside them, of plain JAX or a GPU's kernel; 0 where the MLP is wider.
         logits: float32, of one token a sequence.
     """
 
@@ -91,7 +96,7 @@ class Deployment:
             ceil(rows * self.held.mean(one.bytes_for)) - rows * one.bytes_per_sequence
             for one in (replace(spec, layout="plain"), spec)
         )
-        activations, workspace = self._step_bytes(spec, rows)
+        activations, workspace = self._step_bytes(spec, rows, self.partial_bytes(num_sequences))
         return Memory(
             weights=self._weight_bytes(),
             cache=seen + spec.scale_bytes,
@@ -115,6 +120,19 @@ class Deployment:
             low, high = (middle, high) if self.memory(middle * ways).total <= budget else (low, middle)
         return low * ways
 
+    def partial_bytes(self, num_sequences: int) -> int:
+        """Return what a decode step's kernel on GPUs holds of a layer: sums and log-sum-exp, float32.
+
+        For each query of each split that a sequence's table has room for, and of the merged result. Nothing
+        where the mesh's machine is no GPU, or where the kernel refuses as much.
+        """
+        if self.sizes is None or self.mesh.machine is None or self.mesh.machine.platform != "gpu":
+            return 0
+        rows = -(-num_sequences // self.mesh.shards("page"))
+        spec = self.spec.split_heads(self.mesh.shards("kv_head"))
+        heads = self.sizes.num_heads // self.mesh.shards("q_head")
+        return max(_partial_bytes(spec, group, rows, heads, self.held.longest) for group in spec.groups)
+
     def with_cache(self, codec: str, page_size: int) -> "Deployment":
         """Return the deployment with keys and values in another codec and other pages.
 
@@ -136,7 +154,7 @@ class Deployment:
     def _logit_bytes(self, rows: int) -> int:
         return rows * -(-self.sizes.vocab_size // self.mesh.shards("vocab")) * _F32 if self.sizes else 0
 
-    def _step_bytes(self, spec: CacheSpec, rows: int) -> tuple[int, int]:
+    def _step_bytes(self, spec: CacheSpec, rows: int, partial: int) -> tuple[int, int]:
         """Return the bytes of activations and of attention's workspace, where a layer holds most of both.
 
         The widest step has the tokens of prompts' chunks, or one a sequence.
@@ -145,7 +163,8 @@ class Deployment:
             return 0, 0
         tokens = max(self.step_tokens, rows)
         item = tokens * ITEM_BYTES[self.dtype]
-        workspace = self._workspace_bytes(self.sizes, spec, tokens, rows)
+        # A decode step's kernel and plain JAX, by which prompts are attended to, do not run at once.
+        workspace = max(partial, self._workspace_bytes(self.sizes, spec, tokens, rows))
         attending = (item * attention_width(self.sizes, self.mesh), workspace)
         return max(attending, (item * mlp_width(self.sizes, self.mesh), 0), key=sum)
 
@@ -161,6 +180,23 @@ class Deployment:
         width = max(group.head_dim for group in spec.groups)
         stored = max(_token_bytes(group) for group in spec.groups)
         return tokens * heads * (width + 2 + 2 * block) * _F32 + rows * block * stored
+
+
+def _partial_bytes(spec: CacheSpec, group: CacheGroup, rows: int, num_heads: int, length: int) -> int:
+    """Return the bytes of partial results of one layer, and of what they are merged to."""
+    if spec.num_stripes > 1:
+        return 0
+    capacity = spec.stripe_pages(length, spec.groups.index(group)) * spec.page_size
+    is_latent = group.kind == "latent"
+    split = max(_SPLIT_TOKENS * (2 if is_latent else 1), -(-capacity // _MAX_SPLITS))
+    split = -(-split // _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+    num_splits = -(-capacity // split) + 1
+    padding = _LATENT_ROWS if is_latent else _HEAD_ROWS
+    num_queries = group.num_kv_heads * -(-num_heads // group.num_kv_heads // padding) * padding
+    width = group.dims[0]
+    if rows * num_splits * num_queries * width * _F32 > _MAX_PARTIAL_BYTES:
+        return 0
+    return rows * (num_splits + 1) * num_queries * (width + 1) * _F32
 
 
 def _token_bytes(group: CacheGroup) -> int:

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,13 @@ from jkv.models.decoder import Decoder, cache_spec
 from jkv.models.families import MixtureConfig, ModelConfig
 from jkv.models.step import split_model
 from jkv.plan.capacity import Deployment, choices
+from jkv.plan.decoder import cache_groups
 from jkv.plan.lengths import LengthMix, one_length
 from jkv.plan.model import sizes_of
+from kernels_pallas.hopper import splits
+from kernels_pallas.latent_attention import LatentArguments
+from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
+from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu
 
 from ..tiny import make_config
 
@@ -86,6 +92,58 @@ def test_each_figure_is_the_sum_that_it_is_said_to_be():
     assert memory.workspace == 100 * 64 * (128 + 2 + 2 * 128) * 4 + block
     assert memory.tables == 100 * (512 + 3) * 4
     assert memory.total == sum(vars(memory).values())
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [("llama-3.1-8b", 8000), ("llama-3.1-70b", 131072), ("deepseek-v3", 30000)],
+)
+def test_a_gpu_s_partial_results_are_what_its_kernel_allocates(model: str, context: int, monkeypatch):
+    """On one of eight devices: the arrays of all splits, and those that they are merged to."""
+    mesh = load_config("smollm2-cpu", ["--mesh", "h200-8"]).mesh
+    sizes = load_config("smollm2-cpu", ["--model", model]).model.sizes
+    assert sizes is not None
+    spec = CacheSpec.create(cache_groups(sizes, "bf16"), page_size=64)
+    planned = Deployment(spec, one_length(context), mesh, sizes)
+    heads, pages, held = sizes.num_heads // 8, -(-context // 64), []
+    merge = splits.merge
+
+    def recorded(*partial, **options):
+        merged = merge(*partial, **options)
+        held.extend([*partial[:2], *merged])
+        return merged
+
+    monkeypatch.setattr(splits, "merge", recorded)
+    jax.eval_shape(lambda: attend_on_a_gpu(spec.split_heads(8), heads, num_seqs=4, num_pages=pages))
+    assert planned.partial_bytes(4) == sum(4 * array.size for array in held)
+    # In a step of a token a sequence nothing else is as wide.
+    decode = replace(planned, step_tokens=1)
+    assert decode.memory(32).workspace == decode.partial_bytes(32)
+    elsewhere = replace(planned, mesh=make_mesh(1, 8))
+    assert elsewhere.partial_bytes(4) == 0
+
+
+def attend_on_a_gpu(spec: CacheSpec, num_heads: int, *, num_seqs: int, num_pages: int) -> Any:
+    """Call a decode step's kernel, over a table of so many pages."""
+    group, rows = spec.groups[0], jnp.ones(num_seqs, jnp.int32)
+    pages = [
+        Pages(jnp.zeros((1, group.num_kv_heads, spec.page_size, dim), jnp.bfloat16)) for dim in group.dims
+    ]
+    queries = [jnp.zeros((num_seqs, 1, num_heads, dim)) for dim in group.dims]
+    rest = (*pages, jnp.zeros((num_seqs, num_pages), jnp.int32), rows, rows, 0)
+    options: Any = {"num_pages": 1, "scale": 1.0}
+    if group.kind == "latent":
+        return latent_gpu.latent_attention(LatentArguments(*queries, *rest), **options)
+    return pallas_gpu.paged_attention(PagedArguments(queries[0], *rest), **options)
+
+
+def test_more_partial_results_than_the_kernel_takes_are_not_counted():
+    """Plain JAX attends then."""
+    mesh = load_config("smollm2-cpu", ["--mesh", "h200-8"]).mesh
+    deployment = make_deployment(8192, mesh)
+    # 17 splits of 8 rows of 128 float32 are 70 KB a sequence.
+    assert deployment.partial_bytes(15420) == 15420 * 18 * 8 * 129 * 4
+    assert deployment.partial_bytes(15421) == 0
 
 
 @pytest.mark.parametrize(
