@@ -105,21 +105,34 @@ class _Cursor:
 
     def take(self, num_bytes: int) -> bytes:
         start, self.position = self.position, self.position + num_bytes
-        if self.position > len(self.data):
-            raise _Damage(f"its header ends at byte {len(self.data)} of at least {self.position}")
+        self._check_end()
         return self.data[start : self.position]
 
     def number(self, layout: str) -> int:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
     def string(self) -> str:
-        return self.take(self.number("<Q")).decode()
+        return self.strings(1)[0]
+
+    def strings(self, length: int) -> list[str]:
+        """Read strings that follow one another; a vocabulary has so many that calls for each would show."""
+        texts, data = [], self.data
+        for _ in range(length):
+            start = self.position + 8
+            self.position = start + int.from_bytes(data[start - 8 : start], "little")
+            if self.position > len(data):
+                break
+            texts.append(data[start : self.position].decode())
+        self._check_end()
+        return texts
 
     def value(self, code: int) -> Any:
         if code == _STRING:
             return self.string()
         if code == _ARRAY:
             element, length = self.number("<I"), self.number("<Q")
+            if element == _STRING:
+                return self.strings(length)
             if element in _SCALARS:
                 return self.scalars(element, length)
             return [self.value(element) for _ in range(length)]
@@ -130,6 +143,10 @@ class _Cursor:
             raise _Damage(f"its header has a value of the unknown type {code}")
         dtype = _SCALARS[code]
         return np.frombuffer(self.take(length * dtype.itemsize), dtype).tolist()
+
+    def _check_end(self) -> None:
+        if self.position > len(self.data):
+            raise _Damage(f"its header ends at byte {len(self.data)} of at least {self.position}")
 
 
 def _read(cursor: _Cursor) -> GgufHeader:
