@@ -5,7 +5,7 @@
 
 Prompts are 64 random tokens, with 64 new ones. transformers gets the dequantized weights, llama.cpp the file
 itself, at batch 1 only. The systems take turns, so that a noisy machine slows all of them; the machine's own
-limits are measured beside them.
+limits are measured beside them, and the prefill's products alone in XLA, torch and NumPy.
 """
 
 import argparse
@@ -76,6 +76,7 @@ def main() -> None:
             }
             times = compare(systems, arguments.repeats)
             report(batch, times, limits(batch, base))
+            report_products(batch, times, base, arguments.hf_python)
 
 
 def load_as(weights: str) -> LanguageModel:
@@ -139,16 +140,12 @@ class Peer:
     """Another system's process, which loads once and times on demand."""
 
     def __init__(self, python: str, program: str, *arguments: str):
-        # The parent's settings for its own interpreter must not reach another one.
-        environment = {
-            key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")
-        }
         self.process = subprocess.Popen(
             [python, "-c", program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=peer_environment(),
         )
 
     def time(self, batch: int) -> tuple[float, float]:
@@ -165,6 +162,11 @@ class Peer:
             sys.exit("a peer's process ended; its message is above")
         prefill, step = json.loads(line)
         return prefill, step
+
+
+def peer_environment() -> dict[str, str]:
+    """Return the environment without this interpreter's own settings, which must not reach another one."""
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 class PeerRunner:
@@ -195,6 +197,21 @@ for line in sys.stdin:
             token = out.logits[:, -1:].argmax(-1)
         end = time.perf_counter()
     print(json.dumps([middle - start, (end - middle) / {NEW - 1}]), flush=True)
+"""
+
+
+_TORCH_PRODUCTS = f"""
+import json, statistics, sys, time, torch
+torch.set_num_threads({os.cpu_count()})
+pairs = [(torch.ones(rows, width), torch.ones(out, width)) for rows, out, width in json.load(sys.stdin)]
+times = []
+with torch.inference_mode():
+    for _ in range(10):
+        start = time.perf_counter()
+        for rows, weight in pairs:
+            torch.nn.functional.linear(rows, weight)
+        times.append(time.perf_counter() - start)
+print(statistics.median(times[1:]))
 """
 
 
@@ -235,18 +252,32 @@ def compare(systems: dict, repeats: int) -> dict[str, list[tuple[float, float]]]
 def limits(batch: int, model: LanguageModel) -> dict[str, float]:
     """Return the seconds that bound a float32 step, and a prefill of all prompts in one chunk."""
     spec = cache_spec(model.config, page_size=64, codec="f32")
-    weights = [weight for weight in model.weights if isinstance(weight, jax.Array)]
-    nbytes = sum(weight.nbytes for weight in weights)
+    nbytes = sum(weight.nbytes for weight in arrays(model))
     nbytes += batch * (PROMPT + NEW // 2) * spec.bytes_per_token
     block = jnp.ones((64 << 20,), jnp.float32)
     read = median_seconds(jax.jit(jnp.sum), block) / block.nbytes
-    head, *layers = sorted((w for w in weights if w.ndim == 2), key=lambda w: -w.size)
+    head, layers = matrices(model)
     return {
         "to read weights and cache": nbytes * read,
         "to multiply in a step": multiply_seconds([*layers, head], batch),
-        "to multiply in the prefill": multiply_seconds(layers, batch * PROMPT)
-        + multiply_seconds([head], batch),
+        "to multiply in the prefill": prefill_seconds(batch, model),
     }
+
+
+def arrays(model: LanguageModel) -> list[jax.Array]:
+    return [weight for weight in model.weights if isinstance(weight, jax.Array)]
+
+
+def matrices(model: LanguageModel) -> tuple[jax.Array, list[jax.Array]]:
+    """Return the head's weight, and those of the layers' projections."""
+    head, *layers = sorted((w for w in arrays(model) if w.ndim == 2), key=lambda w: -w.size)
+    return head, layers
+
+
+def prefill_seconds(batch: int, model: LanguageModel) -> float:
+    """Return the seconds of the prefill's products in XLA; the head has one row a prompt."""
+    head, layers = matrices(model)
+    return multiply_seconds(layers, batch * PROMPT) + multiply_seconds([head], batch)
 
 
 def multiply_seconds(weights: list[jax.Array], rows: int) -> float:
@@ -285,6 +316,51 @@ def report(batch: int, times: dict[str, list[tuple[float, float]]], limit: dict[
         ratios = [statistics.median(b[i] / a[i] for a, b in zip(runs, base, strict=True)) for i in (0, 1)]
         cells = f"{batch * PROMPT / prefill:14.0f}{step * 1e3:10.1f}{min(run[1] for run in runs) * 1e3:8.1f}"
         print(f"{name:24}{cells}{ratios[0]:15.2f}{ratios[1]:12.2f}", flush=True)
+
+
+def report_products(
+    batch: int, times: dict[str, list[tuple[float, float]]], model: LanguageModel, python: str
+) -> None:
+    """Print what the prefill's products alone take, and the prefill ratio were there nothing else."""
+    head, layers = matrices(model)
+    shapes = [*((batch * PROMPT, *weight.shape) for weight in layers), (batch, *head.shape)]
+    operations = sum(2 * rows * out * width for rows, out, width in shapes)
+    base = statistics.median(prefill for prefill, _ in times["transformers float32"])
+    seconds = {
+        "XLA": prefill_seconds(batch, model),
+        "torch": torch_seconds(shapes, python),
+        "NumPy": numpy_seconds(shapes),
+    }
+    print("the prefill's products alone, and the prefill ratio were there nothing else:")
+    for name, each in seconds.items():
+        rate = operations / each / 1e9
+        print(f"{name:24}{each * 1e3:11.1f} ms{rate:10.1f} GFLOP/s{base / each:7.2f}", flush=True)
+
+
+def torch_seconds(shapes: list[tuple[int, ...]], python: str) -> float:
+    """Return the seconds of products of shapes `(rows, out, width)`, as transformers multiplies."""
+    done = subprocess.run(
+        [python, "-c", _TORCH_PRODUCTS],
+        input=json.dumps(shapes),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=peer_environment(),
+    )
+    return float(done.stdout)
+
+
+def numpy_seconds(shapes: list[tuple[int, ...]]) -> float:
+    """Return the seconds of the same products in NumPy's BLAS, into arrays that are there."""
+    inputs = {(rows, width): np.ones((rows, width), np.float32) for rows, _, width in shapes}
+    results = {(rows, out): np.empty((rows, out), np.float32) for rows, out, _ in shapes}
+    weights = [np.ones((out, width), np.float32) for _, out, width in shapes]
+
+    def multiply() -> None:
+        for (rows, out, width), weight in zip(shapes, weights, strict=True):
+            np.matmul(inputs[rows, width], weight.T, out=results[rows, out])
+
+    return median_seconds(multiply)
 
 
 if __name__ == "__main__":
