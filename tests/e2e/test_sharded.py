@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from ..poison import poison
 
 LLAMA = Path(__file__).parents[1] / "golden" / "llama"
 NUM_ROWS, NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 4, 40, 16
+# Both of them compile for seconds: `make test` runs each test with one, and either with each kind of program.
+AXIS_TYPES = ("auto", "explicit")
 
 
 class Sharded(NamedTuple):
@@ -34,7 +36,13 @@ class Sharded(NamedTuple):
     sharding: Sharding
 
 
-@pytest.fixture(scope="module", params=["auto", "explicit"])
+def axes(short: str) -> Any:
+    """Return a mark that runs a test with both types of axes, with that which is not `short` by the gates."""
+    marked = [pytest.param(name, marks=() if name == short else pytest.mark.gate) for name in AXIS_TYPES]
+    return pytest.mark.parametrize("sharded", marked, indirect=True)
+
+
+@pytest.fixture(scope="module", params=AXIS_TYPES)
 def sharded(request: pytest.FixtureRequest) -> Sharded:
     config = load_config("smollm2-cpu", ["--mesh", "cpu-4x2", "--mesh.axis-types", request.param])
     sharding = make_sharding(config.mesh)
@@ -78,10 +86,12 @@ def gathered_entries(compiled_text: str) -> list[int]:
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
 
+@axes("explicit")
 def test_logits_equal_those_of_one_device(sharded: Sharded):
     assert_close(cached_logits(*sharded), cached_logits(load_model(LLAMA), None), 1e-5)
 
 
+@axes("auto")
 def test_greedy_tokens_equal_the_reference(sharded: Sharded):
     prompts = reference("tokens").tolist()
     generations = generate(make_decoding(sharded), prompts, max_new_tokens=NUM_NEW_TOKENS)
@@ -89,6 +99,7 @@ def test_greedy_tokens_equal_the_reference(sharded: Sharded):
     assert [list(row.tokens) for row in generations] == expected.tolist()
 
 
+@axes("auto")
 def test_a_stopped_sequence_leaves_those_of_other_devices_running(sharded: Sharded):
     stream = Stream(make_decoding(sharded), reference("tokens").tolist(), max_new_tokens=NUM_NEW_TOKENS)
     next(iter(stream))
@@ -151,6 +162,7 @@ def test_a_mixture_of_experts_decodes_over_a_mesh():
     assert [list(row.tokens) for row in generations] == greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
+@axes("explicit")
 def test_sequences_take_pages_from_the_pool_of_their_device(sharded: Sharded):
     # 55 tokens take 14 pages of 4, all that each device has for its one sequence.
     decoding = make_decoding(sharded, num_pages=14)
@@ -181,6 +193,7 @@ def test_more_devices_than_kv_heads_each_hold_a_copy_of_one():
     assert {shard.data.shape[1] for shard in keys.addressable_shards} == {1}
 
 
+@axes("auto")
 def test_no_step_gathers_a_cache(sharded: Sharded):
     decoding = make_decoding(sharded, capacity=512)
     state = begin(decoding, reference("tokens").tolist(), max_new_tokens=1)

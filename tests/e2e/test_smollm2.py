@@ -50,6 +50,7 @@ def logits(
     return np.asarray(jax.jit(model.step)(model.weights, padded, None, None)[0])
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("prompt", range(NUM_PROMPTS))
 def test_the_last_logits_of_a_prompt_equal_the_reference(prompt: int, logits, reference):
     last = len(reference[f"p{prompt}_ids"]) - 1
@@ -67,6 +68,7 @@ def test_the_first_token_of_prompt_3_is_the_references_likeliest(generations, re
     assert generations[3].tokens[0] == reference["p3_last_logits"].argmax() != reference["p3_greedy"][0]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("prompt", range(NUM_PROMPTS))
 def test_tokens_decoded_with_a_cache_are_the_likeliest_without_one(
     prompt: int, logits, generations, reference
