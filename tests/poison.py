@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.cache.cache import Cache
 
@@ -11,7 +12,9 @@ def poison(cache: Cache, value: float = jnp.nan) -> Cache:
 
     def fill(array: jax.Array) -> jax.Array:
         is_integer = jnp.issubdtype(array.dtype, jnp.integer)
-        return jnp.full_like(array, jnp.iinfo(array.dtype).max if is_integer else value)
+        filling = jnp.iinfo(array.dtype).max if is_integer else value
+        # By NumPy: for JAX each shape would be a program.
+        return jax.device_put(np.full(array.shape, filling, array.dtype), array.sharding)
 
     pools = tuple(
         pool.replace(
