@@ -75,8 +75,8 @@ def _end(bundles: list[Bundle], begin: int, region: str) -> int | None:
     return next((i for i in range(begin + 1, len(bundles)) if label.search(bundles[i].text)), None)
 
 
-def tile_cycles(bundles: list[Bundle], num_pages: int) -> int:
-    """Return the cycles of a tile: of its loop, and of the loops over its pages inside."""
+def tile_cycles(bundles: list[Bundle], num_turns: int) -> int:
+    """Return the cycles of a tile: of its loop, and of the turns of the loop over its pages inside."""
     kept = taken(bundles)
     products = [i for i, bundle in enumerate(kept) if "vmatpush" in bundle.text]
     depth, begin, end = kept[products[0]].depth, products[0], products[-1]
@@ -85,7 +85,7 @@ def tile_cycles(bundles: list[Bundle], num_pages: int) -> int:
     while end + 1 < len(kept) and kept[end + 1].depth >= depth:
         end += 1
     tile = kept[begin : end + 1]
-    return sum(1 if bundle.depth == depth else num_pages for bundle in tile)
+    return sum(1 if bundle.depth == depth else num_turns for bundle in tile)
 
 
 def compiled_bundles(call: Callable[..., Any], arguments: Any, machine: str, name: str, folder: Path) -> str:
@@ -105,7 +105,8 @@ def own_share(step: Step, tiling: Tiling, machine: str, folder: Path) -> float:
     arguments = step.arguments, step.sinks
     listing = compiled_bundles(step.call("pallas_tpu", tiling), arguments, machine, "jkv_", folder)
     pages = step.block_tokens(tiling) // step.shape.page_size
-    return _share(tile_cycles(bundles_of(listing), pages), pages * step.page_bytes, machine)
+    turns = pages // step.group_pages(tiling)
+    return _share(tile_cycles(bundles_of(listing), turns), pages * step.page_bytes, machine)
 
 
 def jax_share(peer: str, model: str, codec: str, machine: str, folder: Path) -> float | None:

@@ -7,6 +7,8 @@ and the next on its way. Pages are counted in their stripe. Knows no query and n
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -99,31 +101,31 @@ class Queue:
             part = self._part_of(piece)
             if self.sizes.num_parts > 1:
                 pl.when(part != self.cursor[_PART])(lambda: self._take_rows(part))
-            slot = self.cursor[_SLOT]
-            max_pages = self.sizes.shape.max_pages
+            slot, max_pages = self.cursor[_SLOT], self.sizes.shape.max_pages
             row = jax.lax.div(piece, self.sizes.pieces_per_seq) - part * self.sizes.part_seqs
             begin, end = self.pages_of(piece, tile)
+            first, count = tile * self.sizes.block_pages, self.sizes.group_pages
+            self.holes[buffer] = 0
 
-            def fetch_page(page, num_copies):
-                index = self.rows[slot, row * max_pages + jax.lax.rem(page, max_pages)]
-                place = page - tile * self.sizes.block_pages
-                is_page = (index >= 0) & (index < self.sizes.num_pages)
+            def fetch_group(group, carry):
+                column = row * max_pages + jax.lax.rem(first + group * count, max_pages)
+                holes = []
+                for i in range(count):
+                    index, place = self.rows[slot, column + i], group * count + i
+                    is_seen = _is_below(first + place - begin, end - begin)
+                    is_page = _is_below(index, self.sizes.num_pages)
+                    pl.when(is_seen & is_page)(functools.partial(self._start, index, buffer, place))
+                    holes.append((place, is_seen & ~is_page))
 
-                @pl.when(is_page)
+                @pl.when(functools.reduce(operator.or_, [is_hole for _, is_hole in holes]))
                 def _():
-                    for copy in self._copies(index + self.offset[0], buffer, place):
-                        copy.start()
+                    for place, is_hole in holes:
+                        pl.when(is_hole)(functools.partial(self._leave_out, buffer, place))
 
-                @pl.when(~is_page)
-                def _():
-                    self.places[buffer, page - begin - num_copies] = place
-                    self._clear_values(buffer, place)
+                return carry
 
-                return num_copies + is_page.astype(jnp.int32)
-
-            num_copies = jax.lax.fori_loop(begin, end, fetch_page, jnp.int32(0))
-            self.copies[buffer] = num_copies
-            self.holes[buffer] = end - begin - num_copies
+            jax.lax.fori_loop(jax.lax.div(begin - first, count), pl.cdiv(end - first, count), fetch_group, 0)
+            self.copies[buffer] = end - begin - self.holes[buffer]
             is_last = tile + 1 >= self.tiles_of(piece)[1]
             following = self.pieces.following[piece + 1]
             self.cursor[_PIECE] = jnp.where(is_last, following, piece)
@@ -134,12 +136,9 @@ class Queue:
         """Wait for every page of the next tile, and return its buffer."""
         buffer = self.cursor[_DRAIN]
 
-        def wait_page(_, carry):
-            for copy in self._copies(0, buffer, 0):
-                copy.wait()
-            return carry
-
-        jax.lax.fori_loop(0, self.copies[buffer], wait_page, 0)
+        for bit in range(self.sizes.block_pages.bit_length()):
+            is_set = self.copies[buffer] & (1 << bit) != 0
+            pl.when(is_set)(functools.partial(self._wait, buffer, 1 << bit))
         return buffer
 
     def leave(self, buffer: Any) -> None:
@@ -169,23 +168,38 @@ class Queue:
     def _copy_rows(self, part: Any, slot: Any) -> Any:
         return pltpu.make_async_copy(self.table.at[part], self.rows.at[slot], self.row_semaphores.at[slot])
 
-    def _copies(self, index: Any, buffer: Any, place: Any) -> list[Any]:
-        """Return the copies of a page of the pools to a place in a tile."""
+    def _start(self, index: Any, buffer: Any, place: Any) -> None:
+        """Start the copies of a page of the layer to its place in a tile."""
+        for pool, tile, semaphore in self._pairs(buffer, place):
+            pltpu.make_async_copy(pool.at[index + self.offset[0]], tile, semaphore).start()
+
+    def _wait(self, buffer: Any, count: int) -> None:
+        """Wait for the copies of so many pages, whichever they are: semaphores count bytes."""
+        for _, tile, semaphore in self._pairs(buffer, pl.ds(0, count)):
+            pltpu.make_async_copy(tile, tile, semaphore).wait()
+
+    def _pairs(self, buffer: Any, place: Any) -> list[tuple[Any, Any, Any]]:
+        """Return each pool's arrays, where pages of them go, and the semaphore of that."""
         pairs = []
         for part, (pool, tiles) in enumerate(zip(self.pools, self.tiles, strict=True)):
-            pairs.append((part, pool.data, tiles.data.at[buffer, :, place]))
+            semaphore = self.semaphores.at[part, buffer]
+            pairs.append((pool.data, tiles.data.at[buffer, :, place], semaphore))
             if tiles.scale is not None:
-                pairs.append((part, pool.scale, tiles.scale.at[buffer, place]))
-        return [
-            pltpu.make_async_copy(pool_ref.at[index], tile_ref, self.semaphores.at[part, buffer])
-            for part, pool_ref, tile_ref in pairs
-        ]
+                pairs.append((pool.scale, tiles.scale.at[buffer, place], semaphore))
+        return pairs
 
-    def _clear_values(self, buffer: Any, place: Any) -> None:
-        """Put zeros in the place of values that there are none of: 0 * NaN is NaN."""
+    def _leave_out(self, buffer: Any, place: Any) -> None:
+        """Note that a place in a tile has no page, and put zeros there: of values, 0 * NaN is NaN."""
+        self.places[buffer, self.holes[buffer]] = place
+        self.holes[buffer] += 1
         data = self.tiles[self.sizes.shape.value].data
         rows = self.sizes.shape.values.rows
         data[buffer, :, place] = jnp.zeros((self.sizes.shape.num_kv_heads, rows, LANES), data.dtype)
 
     def _next(self, buffer: Any) -> Any:
         return jnp.where(buffer + 1 == self.sizes.num_buffers, 0, buffer + 1)
+
+
+def _is_below(count: Any, limit: Any) -> Any:
+    """Return whether a number is in [0, limit), in one comparison: without sign a negative one is large."""
+    return jnp.asarray(count).astype(jnp.uint32) < jnp.asarray(limit).astype(jnp.uint32)

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from kernels_pallas.paged_attention.contract import Tiling
 from kernels_pallas.tpu.parts import LANES, SUBLANES, Part
 
-# Bytes of a tile's entries: a v6e reads them in 0.6 us, about what a copy takes to begin.
-_TILE_BYTES = 2**20
+# Bytes of a decode's tile: a v6e reads them in 1.3 us, twice what a copy takes to begin; a fifth of that is
+# what a tile costs however long it is, some 400 cycles. Wider steps spread these over their rows: half does.
+_TILE_BYTES = 2**21
+# Tiles of the longest row, at least: all of its last one is computed, however little of it is seen.
+_LEAST_TILES = 4
 # Rows of logits computed at once, of several heads where a head has fewer, and bytes of queries that a step
 # of the grid brings in.
 MAX_ROWS, _STEP_BYTES = 512, 2**19
@@ -18,6 +21,8 @@ MAX_ROWS, _STEP_BYTES = 512, 2**19
 _MAX_HEAD_ROWS = 2**12
 # Tokens of a tile at most, and logits of a head in it.
 _MAX_BLOCK, _MAX_LOGITS = 2048, 2**18
+# Pages whose copies begin together, at most: while those of one begin, those of the next are worked out.
+_GROUP_PAGES = 4
 # Half of the SMEM of every generation, 1 MiB; half of a v7x core's VMEM.
 SMEM_BYTES, VMEM_BYTES = 2**19, 2**25
 
@@ -128,6 +133,11 @@ class Sizes:
         return min(2, self.num_parts)
 
     @property
+    def group_pages(self) -> int:
+        """Pages whose copies begin together: of one tile, and beside one another in the table."""
+        return math.gcd(_GROUP_PAGES, self.block_pages, self.shape.max_pages)
+
+    @property
     def block(self) -> int:
         """Tokens of a tile."""
         return self.block_pages * self.shape.page_size
@@ -173,13 +183,16 @@ def block_tokens(shape: Shape, tiling: Tiling) -> int:
 def tiling_for(shape: Shape, *, window: int | None) -> Tiling:
     """Return the tiling that a call gets where none is given and none was found by trying.
 
-    A tile is as long as it takes to read `_TILE_BYTES`, but no longer than a sequence or a window may be.
+    A tile is as long as its bytes may be, but a small part of what a query may see.
     """
     most_rows = min(MAX_ROWS, _MAX_HEAD_ROWS // (shape.num_kv_heads * shape.num_parts))
     query_tokens = max(1, most_rows // shape.group)
     rows = min(shape.time, query_tokens) * shape.group
     most = min(_MAX_BLOCK, _MAX_LOGITS // rows)
-    block = min(most, max(LANES, _TILE_BYTES // shape.token_bytes), longest_seen(shape, window=window))
+    longest = longest_seen(shape, window=window)
+    tile_bytes = _TILE_BYTES if shape.time == 1 else _TILE_BYTES // 2
+    of_tile = min(tile_bytes // shape.token_bytes, longest // _LEAST_TILES)
+    block = min(most, max(LANES, of_tile), longest)
     return Tiling(block, query_tokens, num_buffers=3)
 
 

@@ -65,7 +65,7 @@ def _laid_out(array: jax.Array | None) -> jax.Array | None:
 Fault = tuple[ModuleType, str, str]
 
 FAULTS: dict[str, Fault] = {
-    "a copy that is not waited for": (queue, "copy.wait()", "pass"),
+    "a copy that is not waited for": (queue, "pltpu.make_async_copy(tile, tile, semaphore).wait()", "pass"),
     "a copy into a tile that is in use": (
         queue,
         "range(self.sizes.num_buffers - 1)",
