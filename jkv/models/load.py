@@ -3,7 +3,7 @@
 Puts configuration, parameters and tokenizer together; each is read elsewhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,19 @@ def abstract_decoder(
         )
 
     return nnx.eval_shape(make)
+
+
+def abstract_model[Module: nnx.Module](make: Callable[[], Module], sharding: Sharding) -> Module:
+    """Return a module whose parameters are shapes, each placed by the logical axes that it names.
+
+        model = abstract_model(lambda: Block(sharding), sharding)
+
+    Raises:
+        ValueError: the mesh does not divide a parameter.
+    """
+    model = nnx.eval_shape(make)
+    set_parameters(model, parameter_targets(model, sharding))
+    return model
 
 
 def parameter_targets(model: nnx.Module, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
