@@ -11,10 +11,34 @@ import numpy as np
 import pytest
 
 from jkv import hosts
+from jkv.config import load_config
+from jkv.models.weights.model import open_model
+from jkv.plan.decoder import parameters
+from jkv.plan.model import sizes_of
 
 from .cli.conftest import GOLDEN
 
 NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 40, 6
+# `jkv`, which says at last how many bytes of weights it has read.
+COUNTED = """
+import sys
+from jkv.cli import main
+from jkv.models.weights.safetensors import SafetensorsSource
+
+read, counts = SafetensorsSource.read, []
+
+
+def counted(*arguments):
+    piece = read(*arguments)
+    counts.append(piece.nbytes)
+    return piece
+
+
+SafetensorsSource.read = counted
+code = main(sys.argv[1:])
+print(f"read {sum(counts)} bytes", file=sys.stderr)
+sys.exit(code)
+"""
 
 
 def free_port() -> int:
@@ -32,7 +56,7 @@ def run_on_both(*options: str) -> list[tuple[int, str, str]]:
         # The last one counts: four devices of eight.
         "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4",
     }
-    command = [sys.executable, "-m", "jkv", "generate", *options]
+    command = [sys.executable, "-c", COUNTED, "generate", *options]
     processes = [
         subprocess.Popen(
             [*command, "--coordinator-address", address, "--num-processes", "2", "--process-id", str(index)],
@@ -52,18 +76,25 @@ def run_on_both(*options: str) -> list[tuple[int, str, str]]:
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def test_two_processes_generate_what_the_reference_does_and_the_first_prints_it():
+def test_two_processes_generate_what_the_reference_does_each_from_its_part_of_the_weights():
+    """The mesh axis that splits weights goes over the processes; the first prints."""
     with np.load(GOLDEN / "llama" / "reference.npz") as arrays:
         prompts = np.tile(arrays["tokens"], (2, 1))
         expected = np.tile(arrays["greedy"][:, NUM_PROMPT_TOKENS:], (2, 1))[:, :NUM_NEW_TOKENS]
+    mesh = ("--mesh", "cpu-4x2", "--mesh.axes", "model", "2", "data", "4")
     first, second = run_on_both(
-        *("--model", str(GOLDEN / "llama"), "--config", "smollm2-cpu", "--mesh", "cpu-4x2"),
+        *("--model", str(GOLDEN / "llama"), "--config", "smollm2-cpu", *mesh),
         *("--cache", "paged", "--max-new-tokens", str(NUM_NEW_TOKENS), "--json"),
         *("--prompt-tokens", *(",".join(map(str, prompt)) for prompt in prompts)),
     )
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert second[1] == ""
     assert [json.loads(line)["tokens"] for line in first[1].splitlines()] == expected.tolist()
+    sizes, section = sizes_of(open_model(GOLDEN / "llama").config), load_config("smollm2-cpu", mesh).mesh
+    held = sum(part.num_bytes("float32", section) for part in parameters(sizes))
+    assert f"read {held} bytes" in first[2]
+    assert f"read {held} bytes" in second[2]
+    assert held < 0.51 * sum(part.num_bytes("float32") for part in parameters(sizes))
 
 
 def test_a_mesh_that_leaves_out_a_process_is_refused_by_both():
