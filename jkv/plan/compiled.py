@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from jax.sharding import AxisType
+from jax.stages import Lowered
 
+from jkv import ops
 from jkv.collectives import Collective
 from jkv.config.target import Target
 from jkv.models.families import ModelConfig
@@ -15,7 +17,7 @@ from jkv.plan.capacity import Deployment
 from jkv.plan.depth import Costs, at_full_depth, costs_of, shallow_models
 from jkv.plan.lengths import one_length
 from jkv.plan.machines import MACHINES, Machine
-from jkv.plan.programs import PHASES, Phase, Workload, compile_phase
+from jkv.plan.programs import PHASES, Phase, Workload, compile_phase, lower_phase
 from jkv.plan.roofline import Step, step
 from jkv.sharding import Sharding
 from jkv.targets import target_mesh
@@ -107,6 +109,7 @@ class Job:
                 "value_codec": group.value_codec,
                 "layout": spec.layout,
                 "max_chunk": spec.max_chunk if any(each.window for each in spec.groups) else None,
+                "num_stripes": spec.num_stripes,
             },
             is_paged=deployment.has_pool,
             dtype=deployment.dtype,
@@ -122,7 +125,7 @@ class CompiledPlan:
         job: what was compiled.
         num_sequences: that it was compiled for.
         costs: of each program, all layers counted.
-        implementations: of attention, in each program.
+        implementations: of attention in each program, with the reason where it is not the machine's kernel.
     """
 
     job: Job
@@ -190,14 +193,23 @@ def compile_plan(
     implementations: dict[Phase, str] = {}
     for phase in phases:
         progress(f"compiling {phase}, one layer of each kind")
-        program = compile_phase(workload.with_model(one), phase)
-        implementations[phase] = "kernel" if "jkv_paged_attention" in (program.as_text() or "") else "xla"
+        lowered, implementations[phase] = lower_with_kernel(workload.with_model(one), phase)
+        program = lowered.compile()
         more = {}
         for kind, two in deeper.items():
             progress(f"compiling {phase}, {two.num_layers} layers")
             more[kind] = costs_of(compile_phase(workload.with_model(two), phase))
         costs[phase] = at_full_depth(job.model, costs_of(program), more)
     return CompiledPlan(job, num_sequences, costs, implementations)
+
+
+def lower_with_kernel(workload: Workload, phase: Phase) -> tuple[Lowered, str]:
+    """Return a program with the machine's kernel, or why it is made without one."""
+    kernel = ops.choose("auto", device=workload.sharding.device)
+    try:
+        return lower_phase(workload, phase, kernel), "kernel"
+    except ValueError as error:
+        return lower_phase(workload, phase), f"xla, for {error}"
 
 
 def confirmed_sequences(plan: CompiledPlan) -> int:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 
+from jkv import ops
 from jkv.cache.cache import Cache, cache_axes
 from jkv.cache.spec import CacheGroup
 from jkv.decode.generate import GREEDY
@@ -61,12 +62,22 @@ class Workload:
 
 
 def compile_phase(workload: Workload, phase: Phase) -> Compiled:
-    """Compile one of the programs for the workload's devices.
+    """Compile one of the programs for the workload's devices; errors as `lower_phase`."""
+    return lower_phase(workload, phase).compile()
+
+
+def lower_phase(workload: Workload, phase: Phase, implementation: ops.Implementation = "auto") -> Lowered:
+    """Return one of the programs for the workload's devices, to be compiled.
+
+    Args:
+        workload: what is decoded, and on what.
+        phase: which program.
+        implementation: of attention.
 
     Raises:
-        ValueError: the mesh does not divide the model, or its kernel does not take the cache.
+        ValueError: the mesh does not divide the model, or attention that was named does not take the cache.
     """
-    step, weights = _model(workload)
+    step, weights = _model(workload, implementation)
     platform = workload.sharding.mesh.devices.flat[0].platform
     rows, cache = (workload.num_sequences,), cache_shapes(workload)
     shapes = functools.partial(_shape, workload.sharding)
@@ -74,12 +85,10 @@ def compile_phase(workload: Workload, phase: Phase) -> Compiled:
         tokens = shapes((*rows, workload.width), jnp.int32, "seq", None)
         logits = shapes((*rows, workload.model.vocab_size), jnp.float32, "seq", "vocab")
         lens = shapes(rows, jnp.int32, "seq")
-        lowered = prefill.jitted_for(platform).lower(step, weights, cache, tokens, lens, logits)
-    else:
-        state = _state(workload, cache)
-        limits = shapes((), jnp.int32), shapes((), jnp.bool_)
-        lowered = decode.jitted_for(platform).lower(step, weights, state, *limits)
-    return lowered.compile()
+        return prefill.jitted_for(platform).lower(step, weights, cache, tokens, lens, logits)
+    state = _state(workload, cache)
+    limits = shapes((), jnp.int32), shapes((), jnp.bool_)
+    return decode.jitted_for(platform).lower(step, weights, state, *limits)
 
 
 def weight_shapes(workload: Workload) -> dict[str, jax.ShapeDtypeStruct]:
@@ -114,17 +123,18 @@ def _scales(group: CacheGroup) -> tuple[Any, Any]:
     return keys, values
 
 
-def _decoder(workload: Workload) -> Decoder:
+def _decoder(workload: Workload, implementation: ops.Implementation = "auto") -> Decoder:
     return abstract_decoder(
         workload.model,
+        implementation=implementation,
         dtype=jnp.dtype(workload.dtype),
         param_dtype=jnp.dtype(workload.param_dtype),
         sharding=workload.sharding,
     )
 
 
-def _model(workload: Workload) -> tuple[StepFunction, Any]:
-    model = _decoder(workload)
+def _model(workload: Workload, implementation: ops.Implementation) -> tuple[StepFunction, Any]:
+    model = _decoder(workload, implementation)
     set_parameters(model, parameter_targets(model, workload.sharding))
     return split_model(model)
 

@@ -10,8 +10,8 @@ import pytest
 from jkv.cli.compiled import compile_shown, describe_compiled
 from jkv.cli.plan import Arguments, make_job
 from jkv.collectives import Collective
-from jkv.plan.compiled import CompiledPlan, Job, compile_plan
-from jkv.plan.depth import Costs, costs_of
+from jkv.plan.compiled import CompiledPlan, Job, compile_plan, lower_with_kernel
+from jkv.plan.depth import Costs, costs_of, shallow_models
 from jkv.plan.lengths import one_length
 from jkv.plan.programs import PHASES, Phase, compile_phase
 from jkv.targets import target_mesh
@@ -74,6 +74,7 @@ def test_what_fits_is_confirmed_by_a_compile(monkeypatch):
 def check(plan: CompiledPlan) -> None:
     """Check that all of it fits a device, lies where it is counted, and is updated in place."""
     (costs,) = plan.costs.values()
+    assert list(plan.implementations.values()) == ["kernel"]
     memory, resident = plan.job.deployment.memory(plan.num_sequences), plan.job.resident(plan.num_sequences)
     assert plan.total <= plan.job.machine.hbm_bytes
     assert costs.arguments == pytest.approx(resident, rel=0.01)
@@ -116,6 +117,15 @@ def test_a_step_of_deepseek_v3_adds_its_experts_up_over_a_cube():
         (4, stream): 61 + 3 + 1,
         (64, stream): 58,
     }
+
+
+@TPU
+def test_a_plan_without_the_kernel_says_why():
+    job = find_job("qwen3-0.6b", "v6e-8", page_size=7)
+    model, _ = shallow_models(job.model)
+    _, said = lower_with_kernel(job.workload(8).with_model(model), "decode")
+    assert said.startswith("xla, for ")
+    assert "a page of keys must fill its 8 rows of 128 lanes, got 7 slots" in said
 
 
 @TPU
