@@ -108,7 +108,7 @@ class Sharding:
         if size % self.size(axis):
             raise ValueError(
                 f"{axis!r} has {size} entries, which {self.size(axis)} shards of mesh axis "
-                f"{self.mesh_axis(axis)!r} do not divide"
+                f"{self.mesh_axis(axis)!r} do not divide; {would_divide(size, self.size(axis))} would"
             )
 
     @property
@@ -120,6 +120,13 @@ class Sharding:
     def is_explicit(self) -> bool:
         """Whether the mesh's axes carry shardings in array types."""
         return any(kind == jax.sharding.AxisType.Explicit for kind in self.mesh.axis_types)
+
+
+def would_divide(size: int, count: int) -> str:
+    """Return the numbers nearest to `count`, below and above, that divide `size`, in words."""
+    divisors = [number for number in range(1, size + 1) if size % number == 0]
+    below = [number for number in divisors if number < count]
+    return " or ".join(map(str, below[-1:] + divisors[len(below) : len(below) + 1]))
 
 
 def _names(axis: Axis) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from jkv.layers.quantized import check_weight_codec
 from jkv.models.families import ModelConfig
 from jkv.plan.decoder import Stored, input_widths
 from jkv.plan.model import sizes_of
+from jkv.sharding import would_divide
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -98,22 +99,36 @@ def check_divides(
         "mlp": (gcd(*widths), "entries of an MLP"),
         "expert": (experts.num_experts if experts else 0, "experts"),
         "vocab": (sizes.vocab_size, "token ids"),
-        "layer": (sizes.num_layers, "layers"),
     }
-    reason = "must split {} evenly, got {} over {} devices; choose other devices{} or drop the rule"
     # More devices than KV heads may have copies of them.
-    hints = {"kv_head": ", set mesh.kv_copies"}
+    hints = {"kv_head": ", set mesh.kv_copies", "seq": f", a multiple of {mesh.shards('seq')} sequences"}
     problems = [
         Problem(
             Place(name),
             f"mesh.rules.{axis}",
-            reason.format(what, size, mesh.shards(axis), hints.get(axis, "")),
+            f"must split {what} evenly, got {size} over {mesh.shards(axis)} devices; "
+            f"choose {would_divide(size, mesh.shards(axis))}{hints.get(axis, '')}, or drop the rule",
         )
         for axis, (size, what) in counted.items()
         if size % mesh.shards(axis)
     ]
+    problems += [
+        Problem(
+            Place(name),
+            "mesh.axes",
+            f"must each split something of the model, got {size} devices of {axis!r} that would all do the "
+            f"same; give it a rule, as context: {axis}, or choose a mesh without it",
+        )
+        for axis, size in mesh.axes
+        if size > 1 and axis not in _used_axes(mesh, has_experts=experts is not None)
+    ]
     if problems:
         raise ConfigError(problems)
+
+
+def _used_axes(mesh: MeshSection, *, has_experts: bool) -> set[str | None]:
+    """Return the mesh axes that split a model or its cache."""
+    return {to for rule, to in asdict(mesh.rules).items() if rule != "expert" or has_experts}
 
 
 def check_packs(sizes: SizesSection, weights: Stored, mesh: MeshSection) -> None:

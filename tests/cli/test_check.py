@@ -137,14 +137,23 @@ def test_weights_that_do_not_pack_are_refused_as_they_are_when_loaded(tiny):
         check("smollm2-cpu", ["--model.weights", "int4"], model=stored_config(config))
 
 
+def test_devices_that_would_all_do_the_same_are_refused():
+    reason = "mesh.axes: must each split something of the model, got 2 devices of 'expert' that would all do"
+    axes = ["--mesh.axes", "data", "1", "model", "2", "expert", "2"]
+    with pytest.raises(ConfigError, match=reason):
+        check("smollm2-cpu", ["--mesh", "single", *axes, "--mesh.rules.expert", "expert"], model=make_model())
+    with pytest.raises(ConfigError, match=reason):
+        check("smollm2-cpu", ["--mesh", "single", *axes], model=make_model())
+
+
 def test_a_mesh_that_does_not_divide_the_model_is_refused():
     with pytest.raises(ConfigError) as caught:
         check("smollm2-cpu", ["--mesh", "cpu-2x4"], model=make_model(num_heads=9, num_kv_heads=3))
     assert str(caught.value).splitlines() == [
         "smollm2-135m: mesh.rules.q_head: must split query heads evenly, got 9 over 4 devices; "
-        "choose other devices or drop the rule",
+        "choose 3 or 9, or drop the rule",
         "smollm2-135m: mesh.rules.kv_head: must split key and value heads evenly, got 3 over 4 devices; "
-        "choose other devices, set mesh.kv_copies or drop the rule",
+        "choose 3, set mesh.kv_copies, or drop the rule",
     ]
 
 

@@ -134,7 +134,7 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
         (("--model", "qwen3-8b", "--batch", "1", "--context", "99999"), "at most 40,960 tokens, got 99,999"),
         (
             ("--model", "qwen3-8b", "--batch", "1", "--context", "8", "--devices", "16"),
-            "mesh.rules.kv_head: must split key and value heads evenly, got 8 over 16 devices; choose other",
+            "mesh.rules.kv_head: must split key and value heads evenly, got 8 over 16 devices; choose 8",
         ),
         (
             ("--model", "deepseek-v2-lite", "--batch", "1", "--context", "8", "--mesh", "wide.yaml"),
