@@ -5,7 +5,7 @@ Knows sizes and names; reads headers of weights, and asks JAX for the platform a
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import jax
@@ -134,7 +134,8 @@ def _dimension(axes: str | tuple[str, ...] | None) -> str:
 
 
 def _weights(config: DecodeConfig, sizes: SizesSection) -> str:
-    parts, mesh, lines = parameters(sizes), config.mesh, []
+    mesh, lines = config.mesh, []
+    parts = parameters(replace(sizes, num_kv_heads=sizes.num_kv_heads // mesh.kv_copies))
     for stored in get_args(Stored):
         try:
             check_packs(sizes, stored, mesh)
@@ -143,7 +144,7 @@ def _weights(config: DecodeConfig, sizes: SizesSection) -> str:
             shown = f"none: {error}"
         lines.append(f"  {stored:10}{shown}")
     stored = config.model.weights
-    on_device = sum(part.num_bytes(stored, mesh) for part in parts)
+    on_device = sum(part.num_bytes(stored, mesh) for part in parameters(sizes))
     lines.append(f"  on a device, {stored}: {_bytes(on_device)}")
     return "\n".join([f"parameters: {sum(part.num_parameters() for part in parts):,}", *lines, ""])
 

@@ -170,6 +170,8 @@ def test_copies_of_kv_heads_are_shown_and_counted(run_jkv, tiny, refusal):
     flags += ("--engine.max-sequences", "2", "--cache.capacity", "16")
     shown = run_jkv("check", "smollm2-cpu", *flags, "--mesh.kv-copies", "2")
     assert "each of 2 KV heads is held by 2 devices of its axis" in shown
+    # Copies are no more parameters.
+    assert "parameters: 127,424\n" in shown
     # A device of the eight: a sequence of 16 tokens, three layers, a head of 8 keys and values.
     assert f"on a device: {16 * 3 * 2 * 8 * 4:,} bytes" in shown
 
