@@ -204,12 +204,12 @@ def compile_plan(
 
 
 def lower_with_kernel(workload: Workload, phase: Phase) -> tuple[Lowered, str]:
-    """Return a program with the machine's kernel, or why it is made without one."""
+    """Return a program with the machine's kernels throughout, or as `auto` makes it and why."""
     kernel = ops.choose("auto", device=workload.sharding.device)
     try:
         return lower_phase(workload, phase, kernel), "kernel"
     except ValueError as error:
-        return lower_phase(workload, phase), f"xla, for {error}"
+        return lower_phase(workload, phase), f"auto, for {error}"
 
 
 def confirmed_sequences(plan: CompiledPlan) -> int:
