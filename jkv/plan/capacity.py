@@ -22,6 +22,8 @@ _BLOCK_TOKENS = 128
 _SPLIT_TOKENS, _SPLIT_MULTIPLE, _MAX_SPLITS, _MAX_PARTIAL_BYTES = 512, 64, 128, 2**30
 # Rows that the queries of a KV head, or of latents, are padded to a multiple of.
 _HEAD_ROWS, _LATENT_ROWS = 8, 64
+# Channels that are summed at once.
+_CHANNELS = 64
 _F32 = 4
 
 
@@ -193,7 +195,7 @@ def _partial_bytes(spec: CacheSpec, group: CacheGroup, rows: int, num_heads: int
     num_splits = -(-capacity // split) + 1
     padding = _LATENT_ROWS if is_latent else _HEAD_ROWS
     num_queries = group.num_kv_heads * -(-num_heads // group.num_kv_heads // padding) * padding
-    width = group.dims[0]
+    width = -(-group.dims[0] // _CHANNELS) * _CHANNELS
     if rows * num_splits * num_queries * width * _F32 > _MAX_PARTIAL_BYTES:
         return 0
     return rows * (num_splits + 1) * num_queries * (width + 1) * _F32

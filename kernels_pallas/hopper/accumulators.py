@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 LOG2_E = math.log2(math.e)
+# Of a tile's row: 64 entries of 16 bits are the 128 bytes that a swizzle takes at most.
+_TILE_ENTRIES, _LEAST_TILE_BYTES = 64, 32
 
 
 def wide(of_rows: jax.Array, num_columns: int) -> jax.Array:
@@ -63,10 +65,19 @@ def plus_product(sums: jax.Array, left_ref: Any, right_ref: Any, *, in_place: bo
     return pl.run_state(multiply)(initial)
 
 
-def matrices(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Return the type of matrices in shared memory, tiled and swizzled as TMA and wgmma take them."""
-    row_bytes = 128 if shape[-1] * dtype.itemsize % 128 == 0 else 64
-    tiling = plgpu.TilingTransform((8, row_bytes // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+def matrices(shape: tuple[int, ...], dtype: jnp.dtype, width: int | None = None) -> Any:
+    """Return the type of matrices in shared memory, tiled and swizzled as TMA and wgmma take them.
+
+    Args:
+        shape: their last two axes are a matrix.
+        dtype: of their entries.
+        width: of the rows of another factor of their product, whose tiles they share; None is as their own.
+    """
+    entries = math.gcd(shape[-1], width or shape[-1], _TILE_ENTRIES)
+    row_bytes = entries * dtype.itemsize
+    if row_bytes < _LEAST_TILE_BYTES:
+        return plgpu.SMEM(shape, dtype)
+    tiling = plgpu.TilingTransform((8, entries))  # pyright: ignore[reportAbstractUsage]
     swizzle = plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 

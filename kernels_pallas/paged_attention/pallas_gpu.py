@@ -4,7 +4,8 @@ A sequence is cut into splits of a fixed number of tokens; a program takes split
 another, and walks each in blocks of 64 tokens whose pages TMA brings, a few blocks ahead. Products have their
 operands swapped, `keys @ query.T` and `values.T @ weights`: queries of a KV head, padded to 8 rows, are the
 narrow side of a `wgmma`, and a softmax costs what they need and not 64 rows. A second kernel merges a
-sequence's splits by their log-sum-exp.
+sequence's splits by their log-sum-exp. Channels of values are rows of a `wgmma`, 64 or a multiple; of other
+heads the last 64 channels are multiplied by themselves, those among them that were before once more.
 
 Grid: `Tiling.num_programs`, whatever the batch; which splits there are is worked out on the device beside the
 kernel, so cost follows the tokens held. Blocks and splits begin at multiples of their size: no result depends
@@ -49,45 +50,21 @@ from kernels_pallas.hopper.blocks import (
 )
 from kernels_pallas.hopper.forms import Form, form_of, refusal_of_form
 from kernels_pallas.hopper.splits import Cut, Splits
+from kernels_pallas.hopper.stages import Pool, Stages, convert, copy_scales, load_scales, stages, zero_dead
 from kernels_pallas.paged_attention.contract import PagedArguments, Tiling
 
 # Bytes of keys and values on their way. 36 KB for each multiprocessor would hide a microsecond of latency at
 # 4.8 TB/s; two programs share one, and each waits for its own blocks.
 _BYTES_AHEAD = 96 * 1024
 # Query rows of a program, and the sums `[head_dim, row]` that its registers hold beside a product: with twice
-# as many of either, the assembler spills.
-_MAX_ROWS, _MAX_SUMS = 32, 4096
+# as many of either, the assembler spills. So it does with half as many where wide heads are converted.
+_MAX_ROWS, _MAX_SUMS, _MAX_CONVERTED_SUMS = 32, 4096, 2048
+# Channels of values that are rows of a product, and heads of at least as many.
+_PRODUCT_ROWS = 64
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 # New tokens of a sequence: partial results take as many bytes as there are queries, for each split, and every
 # `_MAX_ROWS` of them read the keys and values again.
 _MAX_TIME = 16
-
-
-class _Pool(NamedTuple):
-    """Keys or values of all layers.
-
-    Attributes:
-        data: entries, `[page, kv_head, slot, head_dim]`.
-        scale: of a token and head, `[page, kv_head, slot]`, or of a head, `[kv_head]`.
-    """
-
-    data: Any
-    scale: Any
-
-
-class _Blocks(NamedTuple):
-    """Keys or values in shared memory.
-
-    Attributes:
-        data: blocks on their way or in use, `[stage, slot, head_dim]`.
-        scale: their tokens' scales, `[stage, slot]`.
-        numbers: the block in use, converted, `[slot, head_dim]`.
-        barriers: `[stage]`, passed when a block is there.
-    """
-
-    data: Any
-    scale: Any
-    numbers: Any
-    barriers: Any
 
 
 class _Sizes(NamedTuple):
@@ -124,6 +101,13 @@ class _Sizes(NamedTuple):
     soft_cap: float | None
 
     @property
+    def tiles(self) -> list[tuple[int, int]]:
+        """First channel and number of channels of the products of values: most of them, and the last 64."""
+        whole = self.head_dim // _PRODUCT_ROWS * _PRODUCT_ROWS
+        last = self.head_dim - _PRODUCT_ROWS, _PRODUCT_ROWS
+        return [(0, whole)] if whole == self.head_dim else [(0, whole), last]
+
+    @property
     def row_blocks(self) -> int:
         """Blocks that the query rows of a KV head take."""
         return self.num_parts // self.num_kv_heads
@@ -142,18 +126,20 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     rows = {pages.data.shape[2:] for pages in (arguments.keys, arguments.values)}
     if rows != {(page_size, head_dim)}:
         return f"the GPU kernel takes pools of layout 'plain', got pages of {page_size} slots in rows {rows}"
-    is_converted = arguments.keys.scale is not None or arguments.values.scale is not None
-    allowed = (64, 128) if is_converted else (64, 128, 192, 256)
-    if head_dim not in allowed:
-        # Wider blocks, converted, take more registers than there are.
-        kind = "int8 and fp8" if is_converted else "bfloat16 and float16"
-        sizes = f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
-        return f"the GPU kernel takes {kind} heads of {sizes} entries, got {head_dim}; use 'xla'"
+    if head_dim not in _HEAD_DIMS:
+        sizes = ", ".join(map(str, _HEAD_DIMS))
+        return f"the GPU kernel takes heads of one of {sizes} entries, got {head_dim}; use 'xla'"
     if (reason := refusal_of_page_size(page_size)) is not None:
         return reason
+    if page_size == 8 and head_dim == 256 and _is_converted(arguments):
+        # Eight entries of the table for a block take more registers than the conversion leaves.
+        return (
+            "the GPU kernel takes int8 and fp8 heads of 256 in pages of 16 tokens or more, got 8; use 'xla'"
+        )
     rows, num_parts = _parts(arguments)
     cut = _cut(arguments, tiling or Tiling())
-    return splitting.refusal_of_partial_results(cut, arguments.query.shape[0], num_parts * head_dim * rows)
+    numbers = num_parts * _summed(head_dim) * rows
+    return splitting.refusal_of_partial_results(cut, arguments.query.shape[0], numbers)
 
 
 def paged_attention(
@@ -187,7 +173,7 @@ def paged_attention(
     splits = splitting.plan(
         *arguments[4:7], sizes.cut, time=time, group=group, padding=padding, window=window
     )
-    pools = _Pool(keys.data, keys.scale), _Pool(values.data, values.scale)
+    pools = Pool(keys.data, keys.scale), Pool(values.data, values.scale)
     partial = _attend(rows, *pools, arguments.page_table, splits, sizes)
     out, log_sum = splitting.merge(
         *partial, splits.of_sequences, query_axis=1, name="jkv_paged_attention_merge"
@@ -200,6 +186,8 @@ def paged_attention(
         x = x.reshape(num_seqs, sizes.num_kv_heads, time, group, *x.shape[3:]).swapaxes(1, 2)
         return x.reshape(num_seqs, time, num_heads, *x.shape[4:])
 
+    (_, whole), *_ = sizes.tiles
+    out = jnp.concatenate([out[:, :, :whole], out[:, :, _summed(head_dim) - head_dim + whole :]], axis=2)
     out, log_sum = regroup(out), regroup(log_sum)
     if sinks is not None:
         is_query = jnp.arange(time, dtype=jnp.int32)[None] < arguments.lens[:, None]
@@ -223,7 +211,7 @@ def _sizes(
     forms = form_of(keys), form_of(values)
     assert forms[0] is not None
     assert forms[1] is not None
-    block_bytes = BLOCK_TOKENS * head_dim * sum(form.stored.itemsize for form in forms if form)
+    block_bytes = BLOCK_TOKENS * _summed(head_dim) * sum(form.stored.itemsize for form in forms if form)
     return _Sizes(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -246,8 +234,18 @@ def _parts(arguments: PagedArguments) -> tuple[int, int]:
     _, time, num_heads, head_dim = arguments.query.shape
     num_kv_heads = arguments.keys.data.shape[1]
     query_rows = time * (num_heads // num_kv_heads)
-    rows = min(_MAX_ROWS, _MAX_SUMS // head_dim // 8 * 8, -(-query_rows // 8) * 8)
+    max_sums = _MAX_CONVERTED_SUMS if head_dim > 128 and _is_converted(arguments) else _MAX_SUMS
+    rows = min(_MAX_ROWS, max_sums // _summed(head_dim) // 8 * 8, -(-query_rows // 8) * 8)
     return rows, num_kv_heads * -(-query_rows // rows)
+
+
+def _is_converted(arguments: PagedArguments) -> bool:
+    return arguments.keys.scale is not None or arguments.values.scale is not None
+
+
+def _summed(head_dim: int) -> int:
+    """Return the channels of all products of values."""
+    return -(-head_dim // _PRODUCT_ROWS) * _PRODUCT_ROWS
 
 
 def _cut(arguments: PagedArguments, tiling: Tiling) -> Cut:
@@ -256,25 +254,27 @@ def _cut(arguments: PagedArguments, tiling: Tiling) -> Cut:
 
 def _attend(
     rows: Float[Array, "seq kv_head row head_dim"],
-    keys: _Pool,
-    values: _Pool,
+    keys: Pool,
+    values: Pool,
     table: Int[Array, "seq max_pages"],
     splits: Splits,
     sizes: _Sizes,
-) -> tuple[Float[Array, "split part head_dim block_row"], Float[Array, "split part block_row"]]:
+) -> tuple[Float[Array, "split part channel block_row"], Float[Array, "split part block_row"]]:
     """Return each split's attended values and log-sum-exp; undefined past the last split."""
-    num_splits = splits.work.shape[0]
+    num_splits, head_dim = splits.work.shape[0], sizes.head_dim
     out, log_sum = plgpu.kernel(
         functools.partial(_attend_kernel, sizes),
         out_type=[
-            jax.ShapeDtypeStruct((num_splits, sizes.num_parts, sizes.head_dim, sizes.rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_splits, sizes.num_parts, _summed(head_dim), sizes.rows), jnp.float32),
             jax.ShapeDtypeStruct((num_splits, sizes.num_parts, sizes.rows), jnp.float32),
         ],
         scratch_types=[
-            matrices((sizes.rows, sizes.head_dim), sizes.keys.dtype),
-            _blocks(sizes, sizes.keys),
-            _blocks(sizes, sizes.values),
-            matrices((sizes.rows, BLOCK_TOKENS), sizes.values.dtype),
+            matrices((sizes.rows, head_dim), sizes.keys.dtype),
+            *(
+                stages(form, sizes.num_stages, sizes.walk.block_pages, head_dim)
+                for form in (sizes.keys, sizes.values)
+            ),
+            matrices((sizes.rows, BLOCK_TOKENS), sizes.values.dtype, head_dim),
             plgpu.Barrier(),
         ],
         grid=(sizes.num_programs,),
@@ -284,34 +284,20 @@ def _attend(
     return out, log_sum
 
 
-def _blocks(sizes: _Sizes, form: Form) -> _Blocks:
-    """Return the types of what shared memory holds of keys or values."""
-    block = (BLOCK_TOKENS, sizes.head_dim)
-    has_scales = form.scaling == "token"
-    return _Blocks(
-        data=matrices((sizes.num_stages, *block), form.stored),
-        scale=plgpu.SMEM((sizes.num_stages, BLOCK_TOKENS), jnp.float32) if has_scales else None,
-        numbers=matrices(block, form.dtype) if form.is_converted else None,
-        barriers=plgpu.Barrier(
-            num_arrivals=sizes.walk.block_pages * (2 if has_scales else 1), num_barriers=sizes.num_stages
-        ),
-    )
-
-
 def _attend_kernel(
     sizes: _Sizes,
     rows_ref,  # multiplied as keys are [seq, kv_head, row, head_dim]  GMEM
-    keys_pool: _Pool,  # GMEM
-    values_pool: _Pool,  # GMEM
+    keys_pool: Pool,  # GMEM
+    values_pool: Pool,  # GMEM
     table_ref,  # int32 [seq, max_pages]                               GMEM
     limits_ref,  # int32 [seq, row]                                    GMEM
     work_ref,  # int32 [split, 5]                                      GMEM
     counts_ref,  # int32 [2]                                           GMEM
-    out_ref,  # float32 [split, part, head_dim, row]                   GMEM
+    out_ref,  # float32 [split, part, channel, row]                    GMEM
     log_sum_ref,  # float32 [split, part, row]                         GMEM
     query_ref,  # multiplied as keys are [row, head_dim]               SMEM
-    keys: _Blocks,  # SMEM
-    values: _Blocks,  # SMEM
+    keys: Stages,  # SMEM
+    values: Stages,  # SMEM
     weights_ref,  # multiplied as values are [row, slot]               SMEM
     query_barrier,
 ):
@@ -338,14 +324,7 @@ def _attend_kernel(
                     barrier = blocks.barriers.at[stage]
                     plgpu.copy_gmem_to_smem(pool.data.at[*source], blocks.data.at[*target], barrier)
                     if blocks.scale is not None:
-                        # Of pages of 8 or 16 slots, scales begin where a tensor's copy may not: at other than
-                        # multiples of 128 bytes. One that is promised to be in bounds asks for 16.
-                        plgpu.copy_gmem_to_smem(
-                            pool.scale.at[*source],
-                            blocks.scale.at[*target],
-                            barrier,
-                            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                        )
+                        copy_scales(pool.scale.at[*source], blocks.scale.at[*target], barrier)
 
         read_table = functools.partial(sizes.walk.read_table, table_ref, seq)
         ahead = []
@@ -370,28 +349,36 @@ def _attend_kernel(
             if sizes.window is not None:
                 is_seen &= wide(positions, num_rows) >= tall(limits - sizes.window, BLOCK_TOKENS)
             logits = jnp.where(is_seen, logits, -jnp.inf)
+            plgpu.barrier_wait(values.barriers.at[stage])
+            scales = None
+            if values.scale is not None:
+                scales = load_scales(values.scale.at[stage], positions < NO_POSITION, OF_ROWS)
+                logits += wide(jnp.log2(scales), num_rows)
             new_peak = jnp.maximum(peak, logits.max(axis=0))
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             weights = jnp.exp2(logits - tall(shift, BLOCK_TOKENS))
             keep = jnp.exp2(peak - shift)
-            total = total * tall(keep, BLOCK_TOKENS) + weights
+            unscaled = weights if scales is None else weights * wide(1 / scales, num_rows)
+            total = total * tall(keep, BLOCK_TOKENS) + unscaled
 
-            plgpu.barrier_wait(values.barriers.at[stage])
-            weights, unit_scale = _scaled_weights(weights, values, stage, positions, sizes.values)
             weights_ref.transpose((1, 0))[...] = weights.astype(weights_ref.dtype)
             numbers_ref = _numbers(values, sizes.values, stage)
 
             @pl.when(jnp.logical_not(sizes.walk.is_whole(*held)))
             def _zero_the_dead() -> None:
-                numbers = plgpu.load(numbers_ref, layout=plgpu.Layout.WGMMA, optimized=False)
-                is_live = wide(positions < NO_POSITION, sizes.head_dim)
-                numbers_ref[...] = jnp.where(is_live, numbers, jnp.zeros((), numbers.dtype))
+                zero_dead(numbers_ref, positions < NO_POSITION)
 
             plgpu.commit_smem()
-            update = product((numbers_ref.transpose((1, 0)), weights_ref.transpose((1, 0))))
-            if unit_scale is not None:
-                update = update * unit_scale
-            sums = sums * tall(keep, sizes.head_dim) + update
+            sums = tuple(
+                before * tall(keep, num_channels)
+                + product(
+                    (
+                        numbers_ref.at[:, pl.ds(first, num_channels)].transpose((1, 0)),
+                        weights_ref.transpose((1, 0)),
+                    )
+                )
+                for (first, num_channels), before in zip(sizes.tiles, sums, strict=True)
+            )
             # The entries of the block after this one are on their way while it is attended.
             later = read_table(block + num_stages + 1)
             pl.when(index + num_stages < num_blocks)(
@@ -402,15 +389,19 @@ def _attend_kernel(
         empty = (
             full((num_rows,), -jnp.inf, OF_COLUMNS),
             full((BLOCK_TOKENS, num_rows), 0.0, plgpu.Layout.WGMMA),
-            full((sizes.head_dim, num_rows), 0.0, plgpu.Layout.WGMMA),
+            tuple(full((channels, num_rows), 0.0, plgpu.Layout.WGMMA) for _, channels in sizes.tiles),
         )
         carry = (tuple(ahead), read_table(first_block + num_stages), *empty)
         _, _, peak, total, sums = lax.fori_loop(0, num_blocks, attend_block, carry)
         total = total.sum(axis=0)
-        sums = sums / tall(jnp.where(total == 0, 1.0, total), sizes.head_dim)
-        out_ref.at[split, part][...] = (
-            sums * values_pool.scale[head] if sizes.values.scaling == "head" else sums
-        )
+        share = 1 / jnp.where(total == 0, 1.0, total)
+        if sizes.values.scaling == "head":
+            share = share * values_pool.scale[head]
+        place = 0
+        for tile in sums:
+            num_channels = tile.shape[0]
+            out_ref.at[split, part, pl.ds(place, num_channels)][...] = tile * tall(share, num_channels)
+            place += num_channels
         log_sum_ref.at[split, part][...] = log_sum_of(peak, total)
 
     num_units = counts_ref[0] * sizes.num_parts
@@ -418,17 +409,16 @@ def _attend_kernel(
     lax.fori_loop(0, own, attend_unit, None)
 
 
-def _numbers(blocks: _Blocks, form: Form, stage: jax.Array) -> Any:
+def _numbers(blocks: Stages, form: Form, stage: jax.Array) -> Any:
     """Return the block in use as numbers that tensor cores take, in shared memory."""
     if not form.is_converted:
         return blocks.data.at[stage]
-    blocks.numbers[...] = form.converted(blocks.data[stage])
-    plgpu.commit_smem()
+    convert(form, blocks.data.at[stage], blocks.numbers)
     return blocks.numbers
 
 
 def _scaled(
-    products: jax.Array, keys: _Blocks, pool: _Pool, stage: jax.Array, head: jax.Array, sizes: _Sizes
+    products: jax.Array, keys: Stages, pool: Pool, stage: jax.Array, head: jax.Array, sizes: _Sizes
 ) -> jax.Array:
     """Return logits in units of the logarithm to base 2."""
     factor = sizes.scale * LOG2_E
@@ -443,24 +433,6 @@ def _scaled(
         return logits
     # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's tanh has 11 bits.
     return (1 - 2 / (1 + jnp.exp2(logits))) * (sizes.soft_cap * LOG2_E)
-
-
-def _scaled_weights(
-    weights: jax.Array, values: _Blocks, stage: jax.Array, positions: jax.Array, form: Form
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the weights times the scales of the block's values, over what their sum is yet to be scaled by.
-
-    A float16 of a weight times a small scale would be none: there the largest scale is left to the sum.
-    """
-    if values.scale is None:
-        return weights, None
-    scales = plgpu.load(values.scale.at[stage], layout=OF_ROWS, optimized=False)
-    scales = jnp.where(positions < NO_POSITION, scales, 0.0)
-    largest = None
-    if form.dtype == jnp.float16:
-        largest = scales.max()
-        scales = scales / jnp.where(largest == 0, 1.0, largest)
-    return weights * wide(scales, weights.shape[1]), largest
 
 
 def _add_sinks(
