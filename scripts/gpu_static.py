@@ -53,9 +53,12 @@ PAGED = [
     ("int8", 64, 64, 8, 1),
     ("fp8_e4m3", 128, 64, 4, 1),
     ("fp8_e4m3", 128, 16, 4, 1),
+    ("bf16", 80, 64, 8, 1),
+    ("fp8_e4m3", 80, 64, 8, 1),
+    ("int8", 256, 64, 4, 1),
 ]
-# Of DeepSeek-V3: page_size, query heads
-LATENT = [(64, 128), (16, 16)]
+# Of DeepSeek-V3: codec, page_size, query heads
+LATENT = [("bf16", 64, 128), ("bf16", 16, 16), ("fp8_e4m3", 64, 128), ("int8", 64, 128)]
 # Warp groups of the kernel of latents.
 LATENT_GROUPS = 2
 BOUNDS = ["memory", "issue", "tensor", "special"]
@@ -132,13 +135,21 @@ def main() -> None:
     for codec, head_dim, page_size, group, time in PAGED if options.kernel != "latent" else ():
         shape = Shape(8 * group, 8, head_dim, page_size, time)
         compile_case = functools.partial(compile_paged, mesh, shape, codec)
-        token_bytes = 2 * (2 * head_dim if codec == "bf16" else head_dim + 4)
+        token_bytes = 2 * _bytes_of(codec, head_dim)
         print_row(compile_case, [codec, head_dim, page_size, group * time], token_bytes, num_groups=1)
-    for page_size, num_heads in LATENT if options.kernel != "paged" else ():
+    for codec, page_size, num_heads in LATENT if options.kernel != "paged" else ():
         shape = LatentShape(num_heads, 512, 64, 128, 128, page_size, 1)
-        compile_case = functools.partial(compile_latent, mesh, shape)
+        compile_case = functools.partial(compile_latent, mesh, shape, codec)
         queries = min(num_heads, 64)
-        print_row(compile_case, ["bf16", "512 + 64", page_size, queries], 2 * 576, num_groups=LATENT_GROUPS)
+        token_bytes = _bytes_of(codec, 512) + _bytes_of("bf16", 64)
+        print_row(
+            compile_case, [codec, "512 + 64", page_size, queries], token_bytes, num_groups=LATENT_GROUPS
+        )
+
+
+def _bytes_of(codec: str, head_dim: int) -> int:
+    """Return the bytes of a token's entries and of its scale."""
+    return 2 * head_dim if codec == "bf16" else head_dim + 4
 
 
 def print_row(

@@ -21,6 +21,9 @@ from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu
 from kernels_pallas.paged_attention.shapes import Shape
 
+# Of codecs other than fp8, which is stored as its bits.
+STORED = {"bf16": jnp.bfloat16, "int8": jnp.int8}
+
 
 def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
     """Run a call of two kernels, in memory that is NaN until it is written; assert that nothing races."""
@@ -73,8 +76,7 @@ def compile_paged(
     """
     rows = len(shape.totals)
     slots = (2 * num_pages, shape.num_kv_heads, shape.page_size)
-    stored = {"bf16": jnp.bfloat16, "int8": jnp.int8}.get(codec, jnp.uint8)
-    pool, scale = ((*slots, shape.head_dim), stored), (slots, jnp.float32)
+    pool, scale = ((*slots, shape.head_dim), STORED.get(codec, jnp.uint8)), (slots, jnp.float32)
     arrays = [
         ((rows, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16),
         *(pool, scale, pool, scale),
@@ -84,10 +86,7 @@ def compile_paged(
     ]
 
     def call(query, keys, key_scale, values, value_scale, *others):
-        entry = codec if codec.startswith("fp8") else "number"
-        if codec == "bf16":
-            key_scale = value_scale = None
-        pages = Pages(keys, key_scale, entry=entry), Pages(values, value_scale, entry=entry)
+        pages = make_pages(codec, keys, key_scale), make_pages(codec, values, value_scale)
         return pallas_gpu.paged_attention(
             PagedArguments(query, *pages, *others), num_pages=num_pages, **options
         )
@@ -96,25 +95,33 @@ def compile_paged(
 
 
 def compile_latent(
-    mesh: Mesh, shape: LatentShape, *, num_pages: int, folder: Path, **options: Any
+    mesh: Mesh, shape: LatentShape, codec: str, *, num_pages: int, folder: Path, **options: Any
 ) -> dict[str, Report]:
-    """Compile an absorbed call of latent attention in bfloat16, as `compile_paged` does."""
+    """Compile an absorbed call of latent attention, rotated parts in bfloat16, as `compile_paged` does."""
     rows, slots = len(shape.totals), (2 * num_pages, 1, shape.page_size)
     dims = shape.latent_dim, shape.rope_dim
     arrays = [
         *[((rows, shape.time, shape.num_heads, dim), jnp.bfloat16) for dim in dims],
-        *[((*slots, dim), jnp.bfloat16) for dim in dims],
+        ((*slots, shape.latent_dim), STORED.get(codec, jnp.uint8)),
+        (slots, jnp.float32),
+        ((*slots, shape.rope_dim), jnp.bfloat16),
         ((rows, 64), jnp.int32),
         *[((rows,), jnp.int32)] * 2,
         ((), jnp.int32),
     ]
 
-    def call(query, rope_query, latents, ropes, *others):
-        pages = Pages(latents), Pages(ropes)
+    def call(query, rope_query, latents, scale, ropes, *others):
+        pages = make_pages(codec, latents, scale), Pages(ropes)
         arguments = LatentArguments(query, rope_query, *pages, *others)
         return latent_gpu.latent_attention(arguments, num_pages=num_pages, **options)
 
     return _compile(call, arrays, mesh, folder)
+
+
+def make_pages(codec: str, data: Any, scale: Any) -> Pages:
+    """Return pages of a codec; bfloat16 has no scales."""
+    entry: Any = codec if codec.startswith("fp8") else "number"
+    return Pages(data, None if codec == "bf16" else scale, entry=entry)
 
 
 def _compile(

@@ -8,8 +8,9 @@ logits' maxima and their weights, through shared memory.
 
 Splits, their scheduler and the kernel that merges them are those of `kernels_pallas.hopper.splits`. Grid:
 half of `Tiling.num_programs`, since shared memory has room for one program a multiprocessor: the query, two
-blocks, and the weights of one. Logits, softmax and sums are float32; queries and weights are rounded to the
-pool's dtype, as tensor cores ask.
+blocks, and the weights of one. Of int8 and fp8 latents a block is converted, by each warp group the channels
+that it sums. Logits, softmax and sums are float32; queries and weights are rounded to the dtype that they are
+multiplied in, as tensor cores ask: that of `hopper.forms`, and of rotated parts their own.
 
 An entry of the table that names no page is read as the layer's first page and masked, as are dead slots of a
 page; they are zeroed before they are summed, since 0 * NaN is NaN.
@@ -46,8 +47,9 @@ from kernels_pallas.hopper.blocks import (
     refusal_of_page_size,
     slots_of_block,
 )
-from kernels_pallas.hopper.forms import Form, form_of
+from kernels_pallas.hopper.forms import Form, form_of, refusal_of_form
 from kernels_pallas.hopper.splits import Cut, Splits
+from kernels_pallas.hopper.stages import Pool, convert, copy_scales, load_scales, zero_dead
 from kernels_pallas.latent_attention.contract import LatentArguments
 from kernels_pallas.paged_attention.contract import Tiling
 
@@ -58,7 +60,7 @@ _GROUPS = 2
 _GROUP_TOKENS = BLOCK_TOKENS // _GROUPS
 # Blocks of 72 KB, one in use and one on its way: with a query, as large, they fill shared memory.
 _STAGES = 2
-# Channels that are zeroed at once: they are held beside the sums.
+# Channels of a warp group are a multiple.
 _CHANNELS = 64
 _MAX_LATENT_DIM, _ROPE_DIM = 512, 64
 # Of `Tiling.split_tokens`: a row's partial results are four times as wide as those of a head.
@@ -72,12 +74,16 @@ class _Blocks(NamedTuple):
 
     Attributes:
         latents: blocks on their way or in use, `[stage, channel's group, slot, channel]`.
+        numbers: the one in use, converted, `[channel's group, slot, channel]`.
+        scale: scales of tokens, `[stage, slot's group, slot]`.
         ropes: the same of the rotated parts, `[stage, slot's group, slot, channel]`.
         latent_barriers: `[stage, channel's group]`, passed when those channels of a block are there.
-        rope_barriers: `[stage, slot's group]`, passed when the rotated parts of those slots are.
+        rope_barriers: `[stage, slot's group]`, passed when rotated parts and scales of those slots are.
     """
 
     latents: Any
+    numbers: Any
+    scale: Any
     ropes: Any
     latent_barriers: Any
     rope_barriers: Any
@@ -115,7 +121,7 @@ class _Sizes(NamedTuple):
         cut: of a sequence into splits.
         row_blocks: blocks of 64 rows that a sequence's queries take.
         num_programs: programs of the kernel.
-        form: of latents and of their rotated parts.
+        form: of latents.
         scale: multiplies the logits.
         window: see `reference`.
         sums_in_place: see `Tiling`.
@@ -146,10 +152,12 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
         return "the GPU kernel attends to latents as they are, got up-projections of heads; use 'xla'"
     if (time := query.shape[1]) > _MAX_TIME:
         return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
-    stored = {latents.data.dtype, ropes.data.dtype}
-    if latents.scale is not None or ropes.scale is not None or len(stored) > 1 or form_of(latents) is None:
-        names = " and ".join(f"{pages.entry} in {pages.data.dtype}" for pages in (latents, ropes))
-        return f"the GPU kernel takes latents and rotated parts of one 16-bit dtype, got {names}; use 'xla'"
+    if (reason := refusal_of_form(latents)) is not None:
+        return reason
+    form = form_of(ropes)
+    if form is None or form.is_converted:
+        stored = f"{ropes.entry} in {ropes.data.dtype}"
+        return f"the GPU kernel takes rotated parts in bfloat16 and float16, got {stored}; use 'xla'"
     dims = latents.head_dim, ropes.head_dim
     if dims[0] % (_GROUPS * _CHANNELS) or dims[0] > _MAX_LATENT_DIM or dims[1] != _ROPE_DIM:
         return (
@@ -198,12 +206,15 @@ def latent_attention(
     padding = row_blocks * _ROWS - time * num_heads
     splits = splitting.plan(*arguments[5:8], cut, time=time, group=num_heads, padding=padding, window=window)
 
-    def rows_of(query: jax.Array) -> jax.Array:
-        rows = query.reshape(num_seqs, time * num_heads, -1).astype(form.dtype)
+    def rows_of(query: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        rows = query.reshape(num_seqs, time * num_heads, -1).astype(dtype)
         return jnp.pad(rows, ((0, 0), (0, padding), (0, 0)))
 
-    queries = rows_of(query), rows_of(rope_query)
-    partial = _attend(*queries, latents.data.squeeze(1), ropes.data.squeeze(1), table, splits, sizes)
+    queries = rows_of(query, form.dtype), rows_of(rope_query, ropes.data.dtype)
+    # One KV head; the scale of a head has no page.
+    pool = Pool(latents.data, latents.scale)
+    pool = jax.tree.map(lambda array: array.squeeze(1) if array.ndim > 1 else array, pool)
+    partial = _attend(*queries, pool, ropes.data.squeeze(1), table, splits, sizes)
     merged = splitting.merge(*partial, splits.of_sequences, query_axis=0, name="jkv_latent_attention_merge")
 
     def regroup(x: jax.Array) -> jax.Array:
@@ -226,7 +237,7 @@ def _cut(table: Int[Array, "seq max_pages"], page_size: int, tiling: Tiling) -> 
 def _attend(
     query: Float[Array, "seq row latent"],
     rope_query: Float[Array, "seq row rope"],
-    latents: Float[Array, "page slot latent"],
+    latents: Pool,
     ropes: Float[Array, "page slot rope"],
     table: Int[Array, "seq max_pages"],
     splits: Splits,
@@ -234,19 +245,24 @@ def _attend(
 ) -> tuple[Float[Array, "split part block_row latent"], Float[Array, "split part block_row"]]:
     """Return each split's attended latents and log-sum-exp; undefined past the last split."""
     parts = splits.work.shape[0], sizes.row_blocks, _ROWS
-    dtype = sizes.form.dtype
-    block = (_STAGES, _GROUPS, BLOCK_TOKENS, sizes.channels)
+    form, rope_dtype = sizes.form, ropes.dtype
+    block = (_GROUPS, BLOCK_TOKENS, sizes.channels)
+    has_scales = form.scaling == "token"
     pages, group_pages = sizes.walk.block_pages, max(1, _GROUP_TOKENS // sizes.walk.page_size)
     shared = _Shared(
-        query=matrices((_GROUPS, _ROWS, sizes.channels), dtype),
-        rope_query=matrices((_ROWS, _ROPE_DIM), dtype),
+        query=matrices((_GROUPS, _ROWS, sizes.channels), form.dtype),
+        rope_query=matrices((_ROWS, _ROPE_DIM), rope_dtype),
         blocks=_Blocks(
-            latents=matrices(block, dtype),
-            ropes=matrices((_STAGES, _GROUPS, _GROUP_TOKENS, _ROPE_DIM), dtype),
+            latents=matrices((_STAGES, *block), form.stored),
+            numbers=matrices(block, form.dtype) if form.is_converted else None,
+            scale=plgpu.SMEM((_STAGES, _GROUPS, _GROUP_TOKENS), jnp.float32) if has_scales else None,
+            ropes=matrices((_STAGES, _GROUPS, _GROUP_TOKENS, _ROPE_DIM), rope_dtype),
             latent_barriers=plgpu.Barrier(num_arrivals=pages, num_barriers=(_STAGES, _GROUPS)),
-            rope_barriers=plgpu.Barrier(num_arrivals=group_pages, num_barriers=(_STAGES, _GROUPS)),
+            rope_barriers=plgpu.Barrier(
+                num_arrivals=group_pages * (2 if has_scales else 1), num_barriers=(_STAGES, _GROUPS)
+            ),
         ),
-        weights=matrices((BLOCK_TOKENS, _ROWS), dtype),
+        weights=matrices((BLOCK_TOKENS, _ROWS), form.dtype),
         of_rows=plgpu.SMEM((2, _GROUPS, _ROWS), jnp.float32),
         query_barrier=plgpu.Barrier(num_arrivals=_GROUPS + 1),
         told=plgpu.Barrier(num_arrivals=_GROUPS),
@@ -273,7 +289,7 @@ def _attend(
     )(
         by_group(query),
         rope_query,
-        by_group(latents),
+        latents._replace(data=by_group(latents.data)),
         ropes,
         table,
         splits.limits,
@@ -285,10 +301,10 @@ def _attend(
 
 def _attend_kernel(
     sizes: _Sizes,
-    rows_ref,  # the pool's dtype [seq, row, latent]       GMEM
-    rope_rows_ref,  # the pool's dtype [seq, row, rope]    GMEM
-    latents_ref,  # [page, 1, slot, latent]                GMEM
-    ropes_ref,  # [page, 1, slot, rope]                    GMEM
+    rows_ref,  # multiplied as latents are [seq, row, group, channel]  GMEM
+    rope_rows_ref,  # the dtype of rotated parts [seq, row, rope]  GMEM
+    pool: Pool,  # [page, slot, group, channel]            GMEM
+    ropes_ref,  # [page, slot, rope]                       GMEM
     table_ref,  # int32 [seq, max_pages]                   GMEM
     limits_ref,  # int32 [seq, row]                        GMEM
     work_ref,  # int32 [split, 5]                          GMEM
@@ -330,7 +346,7 @@ def _attend_kernel(
             num_slots = min(sizes.walk.page_size, BLOCK_TOKENS)
             for piece in sizes.walk.pieces(block, entries, page_offset, num_slots):
                 plgpu.copy_gmem_to_smem(
-                    latents_ref.at[piece.page, pl.ds(piece.slot, num_slots), group],
+                    pool.data.at[piece.page, pl.ds(piece.slot, num_slots), group],
                     blocks.latents.at[stage, group, pl.ds(piece.place, num_slots)],
                     blocks.latent_barriers.at[stage, group],
                 )
@@ -340,11 +356,12 @@ def _attend_kernel(
 
                 @pl.when(group == owner)
                 def _fetch_rope(piece=piece, owner=owner, slot=slot) -> None:
-                    plgpu.copy_gmem_to_smem(
-                        ropes_ref.at[piece.page, pl.ds(piece.slot, num_slots)],
-                        blocks.ropes.at[stage, owner, pl.ds(slot, num_slots)],
-                        blocks.rope_barriers.at[stage, owner],
-                    )
+                    source = piece.page, pl.ds(piece.slot, num_slots)
+                    target = stage, owner, pl.ds(slot, num_slots)
+                    barrier = blocks.rope_barriers.at[stage, owner]
+                    plgpu.copy_gmem_to_smem(ropes_ref.at[*source], blocks.ropes.at[*target], barrier)
+                    if blocks.scale is not None:
+                        copy_scales(pool.scale.at[*source], blocks.scale.at[*target], barrier)
 
         read_table = functools.partial(sizes.walk.read_table, table_ref, seq)
         entries = read_table(first_block)
@@ -363,50 +380,67 @@ def _attend_kernel(
             slots = slots_of_block(_GROUP_TOKENS, OF_COLUMNS) + group * _GROUP_TOKENS
             positions = sizes.walk.live_positions(slots, *held)
 
-            # Zero, though no compiler knows: it would keep a query's addresses in registers that sums need.
+            # Zero, though no compiler knows: it would keep addresses in registers that sums need.
             zero = block >> 31
+            numbers = in_use(stage, group + zero)
             plgpu.barrier_wait(blocks.rope_barriers.at[stage, group])
-            factors = [(shared.rope_query, blocks.ropes.at[stage, group])]
-            for i in range(_GROUPS):
-                plgpu.barrier_wait(blocks.latent_barriers.at[stage, i])
-                factors.append((shared.query.at[i + zero], blocks.latents.at[stage, i, own_slots]))
-            logits = product(*((left, right.transpose((1, 0))) for left, right in factors))
+            rope_factors = shared.rope_query, blocks.ropes.at[stage, group].transpose((1, 0))
+            factors = [
+                (shared.query.at[i + zero], numbers.at[i + zero, own_slots].transpose((1, 0)))
+                for i in range(_GROUPS)
+            ]
+            scales = None
+            if blocks.scale is not None:
+                own_ref = blocks.scale.at[stage, group]
+                scales = load_scales(own_ref, positions < NO_POSITION, OF_COLUMNS)
+            if sizes.form.scaling == "none":
+                logits = product(rope_factors, *factors)
+            else:
+                scale = pool.scale[0] if scales is None else tall(scales, _ROWS)
+                logits = product(*factors) * scale
+                logits = plus_product(logits, *rope_factors, in_place=sizes.sums_in_place)
             is_seen = tall(positions, _ROWS) < wide(limits, _GROUP_TOKENS)
             if sizes.window is not None:
                 is_seen &= tall(positions, _ROWS) >= wide(limits - sizes.window, _GROUP_TOKENS)
             logits = jnp.where(is_seen, logits * (sizes.scale * LOG2_E), -jnp.inf)
+            if scales is not None:
+                logits += tall(jnp.log2(scales), _ROWS)
             own_peak = logits.max(axis=1)
             new_peak = jnp.maximum(peak, jnp.maximum(own_peak, exchange(0, own_peak)))
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             weights = jnp.exp2(logits - wide(shift, _GROUP_TOKENS))
             keep = jnp.exp2(peak - shift)
-            total = total * keep + weights.sum(axis=1)
+            unscaled = weights if scales is None else weights * tall(1 / scales, _ROWS)
+            total = total * keep + unscaled.sum(axis=1)
             shared.weights.at[own_slots].transpose((1, 0))[...] = weights.astype(shared.weights.dtype)
 
             # No logits are taken of this block any more: its dead slots may be zeroed.
             @pl.when(jnp.logical_not(sizes.walk.is_whole(*held)))
             def _zero_the_dead() -> None:
-                zero_dead(stage, held)
+                slots = slots_of_block(BLOCK_TOKENS, OF_ROWS)
+                zero_dead(numbers.at[group + zero], sizes.walk.live_positions(slots, *held) < NO_POSITION)
 
             plgpu.commit_smem()
             tell()
             sums = plus_product(
                 sums * wide(keep, channels),
                 shared.weights.transpose((1, 0)),
-                blocks.latents.at[stage, group],
+                numbers.at[group + zero],
                 in_place=sizes.sums_in_place,
             )
             # The entries of the block after the next are on their way while this one is attended.
             return sizes.walk.named(entries), read_table(block + 2), new_peak, total, sums
 
-        def zero_dead(stage: jax.Array, held: tuple[jax.Array, ...]) -> None:
-            """Zero the dead slots of a block, in the channels that this warp group sums."""
-            slots = slots_of_block(BLOCK_TOKENS, OF_ROWS)
-            is_live = wide(sizes.walk.live_positions(slots, *held) < NO_POSITION, _CHANNELS)
-            for first in range(0, channels, _CHANNELS):
-                own_ref = blocks.latents.at[stage, group, :, pl.ds(first, _CHANNELS)]
-                numbers = plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False)
-                own_ref[...] = jnp.where(is_live, numbers, jnp.zeros((), numbers.dtype))
+        def in_use(stage: jax.Array, own: jax.Array) -> Any:
+            """Wait for a block, and return its latents as numbers that tensor cores take."""
+            if not sizes.form.is_converted:
+                for i in range(_GROUPS):
+                    plgpu.barrier_wait(blocks.latent_barriers.at[stage, i])
+                return blocks.latents.at[stage]
+            plgpu.barrier_wait(blocks.latent_barriers.at[stage, group])
+            convert(sizes.form, blocks.latents.at[stage, own], blocks.numbers.at[own])
+            tell()
+            return blocks.numbers
 
         empty = (
             full((_ROWS,), -jnp.inf, OF_ROWS),
@@ -417,6 +451,8 @@ def _attend_kernel(
         _, _, peak, total, sums = lax.fori_loop(0, num_blocks, attend_block, carry)
         total += exchange(1, total)
         share = 1 / jnp.where(total == 0, 1.0, total)
+        if sizes.form.scaling == "head":
+            share = share * pool.scale[0]
         out_ref.at[split, part, :, pl.ds(group * channels, channels)][...] = sums * wide(share, channels)
 
         @pl.when(group == 0)

@@ -1,5 +1,6 @@
 """The GPU kernel of latent attention: interpreted, with races looked for, and compiled for a GPU not here."""
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ..gpu_kernels import compile_latent, interpret
 from ..machines import find_target
 from .test_latent_attention import SCALE, lens_of, make_arguments, run
 from .test_paged_attention import change_scale, shift_mask
+from .test_paged_attention_gpu import encode
 
 # Two splits for the longest row; one program takes all of them.
 TILING = Tiling(split_tokens=32, num_programs=1, sums_in_place=False)
@@ -64,6 +66,30 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
     _, rounded = run_reference(shape, dtype)
     logs = [np.asarray(x)[~is_padding] for x in (log_sum, expected_log_sum, rounded)]
     assert_close(logs[0], logs[1], 2 * max(relative_errors(logs[2], logs[1])))
+
+
+@pytest.mark.parametrize(
+    ("codec", "scaling"),
+    [
+        ("fp8_e4m3", "token"),
+        *(
+            pytest.param(*case, marks=pytest.mark.gate)
+            for case in [("int8", "token"), ("int8", "head"), ("fp8_e5m2", "head")]
+        ),
+    ],
+)
+def test_encoded_latents_cost_what_rounding_queries_and_weights_does(codec: str, scaling: str):
+    arguments, num_pages = make_arguments(DECODE, is_absorbed=True)
+    latents = encode(arguments.latents, codec, scaling)
+    arguments = arguments._replace(latents=latents, ropes=Pages(arguments.ropes.data.astype(jnp.bfloat16)))
+    out, _ = run_kernel(DECODE, arguments, num_pages)
+    expected, _ = run_reference(DECODE, jnp.float32, arguments)
+    assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))
+    assert latents.scale is not None
+    faulty = dataclasses.replace(latents, scale=jnp.roll(latents.scale, 1, -1) * 1.1)
+    out, _ = run_kernel(DECODE, arguments._replace(latents=faulty), num_pages)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))
 
 
 def drop_last_page(arguments: LatentArguments) -> LatentArguments:
@@ -139,10 +165,10 @@ def make_pool(
             "steps of at most 16 tokens .*, got 17; use",
         ),
         (
-            make_pool(rope_dtype=jnp.float16),
-            "of one 16-bit dtype, got number in bfloat16 and .* float16",
+            make_pool(dtype=jnp.float32),
+            "takes bfloat16 and float16 without .*, got entries of number in float32",
         ),
-        (make_pool(dtype=jnp.float32, rope_dtype=jnp.float32), "got number in float32 and number in float32"),
+        (make_pool(rope_dtype=jnp.float32), "rotated parts in bfloat16 and float16, got number in float32"),
         (make_pool(latent_dim=320), "multiple of 128 entries up to 512 .* of 64, got 320 and 64; use 'xla'"),
         (make_pool(rope_dim=32), "with rotated parts of 64, got 512 and 32; use 'xla'"),
         (make_pool(page_size=8), "takes pages of 16 tokens or more, got 8; use 'xla'"),
@@ -156,17 +182,23 @@ def test_what_the_kernel_does_not_take_is_refused(arguments: LatentArguments, me
 
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
-    ("machine", "num_heads", "page_size", "time", "window"),
-    [("h200", 128, 64, 1, None), ("h200", 16, 16, 4, 1024), ("h100", 128, 128, 2, None)],
+    ("machine", "codec", "num_heads", "page_size", "time", "window"),
+    [
+        ("h200", "bf16", 128, 64, 1, None),
+        ("h200", "bf16", 16, 16, 4, 1024),
+        ("h100", "bf16", 128, 128, 2, None),
+        ("h200", "fp8_e4m3", 128, 64, 1, None),
+        ("h100", "int8", 16, 16, 4, 1024),
+    ],
 )
 def test_kernels_for_hopper_spill_nothing_and_fit(
-    machine: str, num_heads: int, page_size: int, time: int, window: int | None, tmp_path: Path
+    machine: str, codec: str, num_heads: int, page_size: int, time: int, window: int | None, tmp_path: Path
 ):
     """DeepSeek-V3's heads, all and those of one of eight devices; 2^31 entries a pool and more."""
     shape = Shape(num_heads, 512, 64, 128, 128, page_size, time)
     num_pages = 2**31 // (2 * page_size * 512) + 1
     reports = compile_latent(
-        find_target(machine), shape, num_pages=num_pages, folder=tmp_path, scale=SCALE, window=window
+        find_target(machine), shape, codec, num_pages=num_pages, folder=tmp_path, scale=SCALE, window=window
     )
     assert len(reports) == 2
     for name, report in reports.items():
