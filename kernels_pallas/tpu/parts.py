@@ -23,12 +23,31 @@ class Stored(NamedTuple):
 
     Attributes:
         data: entries; `[page, kv_head, row, 128]`.
-        scale: float32; of tokens, `[page, kv_head * row, 128]`, or of heads, `[kv_head, 1, 128]`; None where
-            there are none.
+        scale: float32; of tokens, `[page, kv_head * row, 128]`, or of heads, `[kv_head, 1, 128]`; of runs of
+            channels, bfloat16 `[page, kv_head, row, 128]`; None where there are none.
+        zero: zero points of runs.
     """
 
     data: Any
     scale: Any = None
+    zero: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How the scales of runs of channels lie, and their zero points.
+
+    Attributes:
+        count: runs of a head.
+        span: channels of one.
+        columns: how they lie in a page.
+        rows: of a page.
+    """
+
+    count: int
+    span: int
+    columns: Columns
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +60,30 @@ class Part:
         dtype: of what is stored.
         entry: what the entries are; see `Pages`.
         scaling: whose scales they have.
+        runs: where these are of runs of channels.
     """
 
     columns: Columns
     rows: int
     dtype: Any
     entry: str
-    scaling: Literal["token", "head"] | None
+    scaling: Literal["token", "head", "run"] | None
+    runs: Runs | None = None
+
+    @property
+    def halves(self) -> int:
+        """Entries of a byte, of which each is in a half of its head."""
+        return 2 if self.entry == "int4" else 1
+
+    @property
+    def num_parts(self) -> int:
+        """Rows of 128 lanes that a slot's entries take where they are numbers."""
+        return self.halves * self.columns.num_parts
 
     @property
     def lanes(self) -> int:
-        """Lanes of a slot's rows, one beside another."""
-        return self.columns.num_parts * LANES
+        """Lanes of a slot's entries where they are numbers, one row beside another."""
+        return self.num_parts * LANES
 
     @property
     def is_raw(self) -> bool:
@@ -62,19 +93,26 @@ class Part:
 
 def part_of(pages: Pages) -> Part:
     """Return what is known of a pool."""
-    scaling = None if pages.scale is None else "head" if pages.scale.ndim == 1 else "token"
-    columns = columns_of(pages.page_size, pages.head_dim, LANES)
-    return Part(columns, pages.data.shape[2], pages.data.dtype, pages.entry, scaling)
+    columns = columns_of(*pages.data_shape, LANES)
+    form = (columns, pages.data.shape[2], pages.data.dtype, pages.entry)
+    if pages.scale is None:
+        return Part(*form, None)
+    if pages.zero is None:
+        return Part(*form, "head" if pages.scale.ndim == 1 else "token")
+    assert pages.sizes.scales is not None
+    count = pages.sizes.scales[1]
+    of_runs = columns_of(pages.page_size, count, LANES)
+    return Part(*form, "run", Runs(count, pages.head_dim // count, of_runs, pages.scale.shape[2]))
 
 
 def stored_of(pages: Pages) -> Stored:
     """Return the arrays of a pool as a kernel takes them."""
-    return Stored(pages.data, _scale_rows(pages))
+    return Stored(pages.data, _scale_rows(pages), pages.zero)
 
 
 def _scale_rows(pages: Pages) -> Array | None:
-    if pages.scale is None:
-        return None
+    if pages.scale is None or pages.zero is not None:
+        return pages.scale
     if pages.scale.ndim == 1:
         return jnp.broadcast_to(
             pages.scale.astype(jnp.float32)[:, None, None], (pages.scale.shape[0], 1, LANES)
@@ -83,14 +121,21 @@ def _scale_rows(pages: Pages) -> Array | None:
     return matrices.reshape(matrices.shape[0], -1, LANES)
 
 
-def refused_pages(name: str, pages: Pages) -> str | None:
+def refused_pages(name: str, pages: Pages, *, is_key: bool) -> str | None:
     """Return why no kernel reads a pool, in one sentence; None where they do."""
     rows, lanes = pages.data.shape[2:]
     if lanes != LANES:
         return f"{name} must lie in rows of {LANES} lanes, got {lanes}; use the pool layout 'tpu'"
-    if pages.zero is not None:
-        return f"{name} must have no zero points, got 4-bit entries"
+    if pages.zero is not None and (is_key or pages.run_slots is not None or pages.entry != "int4"):
+        return f"{name} must have no zero points, got {pages.entry} entries; use int8"
     part = part_of(pages)
+    if part.runs is not None and part.runs.count % part.halves:
+        return f"runs of channels of {name} must be of a half of a head each, got {part.runs.count} runs"
+    if part.runs is not None and part.runs.columns.num_rows * part.runs.columns.share != pages.page_size:
+        return (
+            f"the scales of a page of {name} must fill their rows of {LANES} lanes, got {part.runs.count} "
+            f"for each of {pages.page_size} slots; use larger pages"
+        )
     if part.is_raw and part.dtype not in (jnp.float32, jnp.bfloat16):
         return f"{name} without scales must be bfloat16 or float32, got {part.dtype}"
     # What is multiplied is bfloat16, whose tiles are 16 rows high, or float32.

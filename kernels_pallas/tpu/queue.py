@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.tpu.parts import LANES, Stored
+from kernels_pallas.tpu.parts import Stored
 from kernels_pallas.tpu.pieces import Pieces
 from kernels_pallas.tpu.sizes import Sizes
 
@@ -37,7 +37,7 @@ class Queue:
         table: int32 `[part, seq * max_pages]` in HBM.
         pools: in HBM.
         tiles: entries `[buffer, kv_head, page, row, 128]` and scales `[buffer, page, kv_head * row, 128]` of
-            each pool, in VMEM.
+            each pool, in VMEM; scales and zero points of runs as entries.
         rows: int32 `[slot, seq * max_pages]` in SMEM, as the next four: parts of the table.
         cursor: int32 `[6]`.
         copies: int32 `[buffer]`, pages on their way.
@@ -184,7 +184,10 @@ class Queue:
         for part, (pool, tiles) in enumerate(zip(self.pools, self.tiles, strict=True)):
             semaphore = self.semaphores.at[part, buffer]
             pairs.append((pool.data, tiles.data.at[buffer, :, place], semaphore))
-            if tiles.scale is not None:
+            if tiles.zero is not None:
+                pairs.append((pool.scale, tiles.scale.at[buffer, :, place], semaphore))
+                pairs.append((pool.zero, tiles.zero.at[buffer, :, place], semaphore))
+            elif tiles.scale is not None:
                 pairs.append((pool.scale, tiles.scale.at[buffer, place], semaphore))
         return pairs
 
@@ -192,9 +195,9 @@ class Queue:
         """Note that a place in a tile has no page, and put zeros there: of values, 0 * NaN is NaN."""
         self.places[buffer, self.holes[buffer]] = place
         self.holes[buffer] += 1
-        data = self.tiles[self.sizes.shape.value].data
-        rows = self.sizes.shape.values.rows
-        data[buffer, :, place] = jnp.zeros((self.sizes.shape.num_kv_heads, rows, LANES), data.dtype)
+        tiles = self.tiles[self.sizes.shape.value]
+        for array in (tiles.data,) if tiles.zero is None else (tiles.scale, tiles.zero):
+            array[buffer, :, place] = jnp.zeros((array.shape[1], *array.shape[3:]), array.dtype)
 
     def _next(self, buffer: Any) -> Any:
         return jnp.where(buffer + 1 == self.sizes.num_buffers, 0, buffer + 1)

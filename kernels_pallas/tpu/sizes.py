@@ -78,7 +78,7 @@ class Shape:
     @property
     def num_parts(self) -> int:
         """The most rows of 128 lanes that a slot's entries or their sum take."""
-        return max(sum(part.columns.num_parts for part in self.keys), self.values.columns.num_parts)
+        return max(sum(part.num_parts for part in self.keys), self.values.num_parts)
 
     @property
     def token_bytes(self) -> int:
@@ -209,7 +209,7 @@ def refusal(shape: Shape, tiling: Tiling) -> str | None:
             f"a row of the page table must take at most {SMEM_BYTES // min(2, shape.num_seqs):,} bytes, got "
             f"{4 * shape.max_pages:,} for {shape.max_pages} pages; use larger pages"
         )
-    is_scaled = any(part.scaling == "token" for part in shape.parts)
+    is_scaled = any(part.scaling in ("token", "run") for part in shape.parts)
     if is_scaled and shape.column % LANES and LANES % shape.column:
         return (
             f"a page's slots in {shape.share} columns must divide {LANES} or be a multiple of it, got "
@@ -232,7 +232,7 @@ def vmem_refusal(shape: Shape, tiling: Tiling) -> str | None:
 
 
 def _vmem_bytes(sizes: Sizes) -> int:
-    """Return the bytes of tiles, sums and two steps' blocks, as if there were sinks."""
+    """Return the bytes of tiles, sums, two steps' blocks with sinks, and the spread of scales."""
     shape, value_lanes = sizes.shape, sizes.shape.values.lanes
     # A row's query at each place and its output, of two steps; its sink, twice, padded; its three sums.
     query_lanes = sum(part.columns.share * part.lanes for part in shape.keys)
@@ -241,16 +241,21 @@ def _vmem_bytes(sizes: Sizes) -> int:
     row_bytes = 2 * sizes.pieces_per_step * step_bytes + ((2 + 2) * LANES + value_lanes) * 4
     tiles = [array for part in shape.parts for array in tile_shapes(sizes, part) if array is not None]
     tile_bytes = sum(math.prod(dims) * jnp.dtype(dtype).itemsize for dims, dtype in tiles)
+    if shape.values.runs is not None:
+        num_patterns = shape.page_size // min(LANES, shape.column)
+        tile_bytes += 2 * num_patterns * LANES * shape.values.runs.count * LANES * 2
     return shape.num_kv_heads * sizes.rows * row_bytes + tile_bytes
 
 
-def tile_shapes(
-    sizes: Sizes, part: Part
-) -> tuple[tuple[tuple[int, ...], Any], tuple[tuple[int, ...], Any] | None]:
-    """Return the shape and dtype of what holds a pool's tiles, and of the scales of their tokens."""
+def tile_shapes(sizes: Sizes, part: Part) -> tuple[tuple[tuple[int, ...], Any] | None, ...]:
+    """Return the shapes and dtypes of what holds a pool's tiles, as `Stored`; None is not there."""
     num_heads, page_size = sizes.shape.num_kv_heads, sizes.shape.page_size
-    data = (sizes.num_buffers, num_heads, sizes.block_pages, part.rows, LANES), part.dtype
+    of_pages = (sizes.num_buffers, num_heads, sizes.block_pages)
+    data = (*of_pages, part.rows, LANES), part.dtype
+    if part.runs is not None:
+        runs = (*of_pages, part.runs.rows, LANES), jnp.bfloat16
+        return data, runs, runs
     if part.scaling != "token":
-        return data, None
+        return data, None, None
     scale_rows = num_heads * max(1, page_size // LANES)
-    return data, ((sizes.num_buffers, sizes.block_pages, scale_rows, LANES), jnp.float32)
+    return data, ((sizes.num_buffers, sizes.block_pages, scale_rows, LANES), jnp.float32), None

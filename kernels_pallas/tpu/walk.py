@@ -24,6 +24,7 @@ from kernels_pallas.paged_attention.contract import Pages, Stripe
 from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
 from kernels_pallas.tpu.pieces import HIDDEN, Pieces, from_rows, pieces_of, sink_rows, to_rows
 from kernels_pallas.tpu.queue import CURSOR, Queue
+from kernels_pallas.tpu.runs import MIDDLE, Spread, scales_of_runs, spread_of
 from kernels_pallas.tpu.sizes import MAX_ROWS, VMEM_BYTES, Sizes, tile_shapes
 
 # Below every logit of finite keys; finite, so that differences of two are numbers.
@@ -78,11 +79,14 @@ def walk(
         table.reshape(sizes.num_parts, -1),
         tuple(operands),
         None if sinks is None else sink_rows(sinks, sizes),
+        spread_of(shape),
         tuple(stored_of(pages) for pages in pools),
     )
     log_sum = log_sum.reshape(*log_sum.shape[:2], -1)[:, :, : sizes.rows]
-    value_dim = pools[shape.value].head_dim
-    return from_rows(out[..., :value_dim], sizes), from_rows(log_sum, sizes)
+    halves = jnp.split(out, shape.values.halves, axis=-1)
+    width = pools[shape.value].head_dim // len(halves)
+    out = jnp.concatenate([half[..., :width] for half in halves], axis=-1)
+    return from_rows(out, sizes), from_rows(log_sum, sizes)
 
 
 def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
@@ -98,7 +102,11 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
         return pl.BlockSpec(dims, lambda step, *_: (0,) * len(dims))
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    of_scales = {"token": in_hbm, "head": of_call(shape.num_kv_heads, 1, LANES), None: None}
+    of_scales = {"token": in_hbm, "head": of_call(shape.num_kv_heads, 1, LANES), "run": in_hbm, None: None}
+    pools = tuple(
+        Stored(in_hbm, of_scales[part.scaling], None if part.runs is None else in_hbm) for part in shape.parts
+    )
+    spread = jax.tree.map(lambda array: of_call(*array.shape), spread_of(shape))
     queries = tuple(of_step(part.columns.share * sizes.rows, part.lanes) for part in shape.keys)
     sink_spec = of_call(shape.num_kv_heads, sizes.rows, 1) if has_sinks else None
     sums = pltpu.VMEM((shape.num_kv_heads, sizes.rows, LANES), jnp.float32)
@@ -112,7 +120,8 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
                 in_hbm,
                 queries,
                 sink_spec,
-                tuple(Stored(in_hbm, of_scales[part.scaling]) for part in shape.parts),
+                spread,
+                pools,
             ],
             out_specs=[of_step(sizes.rows, value_lanes), of_step(sum_rows)],
             scratch_shapes=[
@@ -155,6 +164,7 @@ def _kernel(
     table_ref,  # int32 [part, seq * max_pages]                HBM
     query_refs,  # of each pool of keys: [step_piece, kv_head, share * row, lane]      VMEM
     sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
+    spread: Spread | None,  # of runs of channels              VMEM
     pools: tuple[Any, ...],  # of each: entries and scales of tokens   HBM; scales of heads VMEM
     out_ref,  # [step_piece, kv_head, row, lane]               VMEM
     log_sum_ref,  # float32 [step_piece, kv_head, n, 128]      VMEM
@@ -192,15 +202,14 @@ def _kernel(
         row_semaphores_ref,
     )
 
-    def clear(index, buffer, begin, end):
-        """Zero a tile's entries outside slots [begin, end): 0 * NaN is NaN."""
-        part, data = shape.parts[index], tiles[index].data
-        num_rows = part.columns.num_rows
+    def clear(data, columns, buffer, begin, end):
+        """Zero what a tile holds outside slots [begin, end): 0 * NaN is NaN."""
+        num_rows = columns.num_rows
         slot = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0)
         lane = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
-        slot += jax.lax.div(lane, part.columns.width) * num_rows
+        slot += jax.lax.div(lane, columns.width) * num_rows
         # Of a dtype whose masks are as wide as the places.
-        wide = jnp.float32 if part.entry == "number" else jnp.int32
+        wide = jnp.int32 if data.dtype == jnp.uint8 else jnp.float32
 
         def clear_page(page, carry):
             first = page * page_size
@@ -209,7 +218,7 @@ def _kernel(
             def _():
                 is_kept = (slot + first >= begin) & (slot + first < end)
                 for head in range(shape.num_kv_heads):
-                    for row in range(0, part.rows, num_rows):
+                    for row in range(0, columns.num_parts * num_rows, num_rows):
                         entries = data[buffer, head, page, pl.ds(row, num_rows)]
                         kept = jnp.where(is_kept, entries.astype(wide), jnp.zeros((), wide))
                         data[buffer, head, page, pl.ds(row, num_rows)] = kept.astype(entries.dtype)
@@ -223,9 +232,14 @@ def _kernel(
         begin = pieces.begins[piece] * page_size - tile * block
         end = pieces.ends[piece] - tile * block
         for index, part in enumerate(shape.parts):
-            # Integers are never NaN, and scales of dead slots are dropped.
+            # Integers are never NaN, and scales of dead slots are dropped; those of runs share rows.
+            arrays, columns = [tiles[index].data], part.columns
+            if part.runs is not None:
+                arrays, columns = [tiles[index].scale, tiles[index].zero], part.runs.columns
             if part.dtype != jnp.int8 and (index == shape.value or part.columns.share > 1):
-                pl.when((begin > 0) | (end < block))(functools.partial(clear, index, buffer, begin, end))
+                for array in arrays:
+                    call = functools.partial(clear, array, columns, buffer, begin, end)
+                    pl.when((begin > 0) | (end < block))(call)
 
     def slots():
         """Return the slots of a tile in the order of the logits' lanes: by their column in a page."""
@@ -254,18 +268,21 @@ def _kernel(
     def numbers(index, buffer, heads):
         """Return entries of a tile as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
         part, entries = shape.parts[index], tiles[index].data[buffer, heads]
-        if part.entry in _FP8:
-            entries = pltpu.bitcast(entries, _FP8[part.entry])
-        entries = entries.astype(shape.operand_dtype)
+        if part.entry == "int4":
+            halves = [half.astype(jnp.float32) - MIDDLE for half in (entries & 15, entries >> 4)]
+        else:
+            halves = [pltpu.bitcast(entries, _FP8[part.entry]) if part.entry in _FP8 else entries]
+        halves = [half.astype(shape.operand_dtype) for half in halves]
         num_rows = part.columns.num_rows
 
-        def rows_of(first):
+        def rows_of(half, first):
             """Return what lies in rows [first, first + column) of every page."""
-            return entries[:, :, first : first + column].reshape(entries.shape[0], -1, LANES)
+            return half[:, :, first : first + column].reshape(half.shape[0], -1, LANES)
 
         return jnp.concatenate(
             [
-                jnp.concatenate([rows_of(first + i) for i in range(0, num_rows, column)], axis=1)
+                jnp.concatenate([rows_of(half, first + i) for i in range(0, num_rows, column)], axis=1)
+                for half in halves
                 for first in range(0, part.rows, num_rows)
             ],
             axis=2,
@@ -274,7 +291,7 @@ def _kernel(
     def scales(index, buffer):
         """Return the scales of all heads in the order of the logits' lanes, `[kv_head, 1, token]` or None."""
         scaling, num_chunks = shape.parts[index].scaling, block // LANES
-        if scaling is None:
+        if scaling not in ("token", "head"):
             return None
         if scaling == "head":
             return jnp.concatenate([pools[index].scale[...]] * num_chunks, axis=-1)
@@ -307,12 +324,16 @@ def _kernel(
         if options.window is not None:
             is_seen &= past + options.window * shape.group > row
         part_scales = [scales(part, buffer) for part in range(len(shape.parts))]
-        value_scale = part_scales[shape.value]
-        if value_scale is not None:
+        value_scales, shifts = [part_scales[shape.value]], []
+        if spread is not None:
+            value_scales, shifts = scales_of_runs(tiles[shape.value], buffer, spread, shape, block)
+        if shape.values.scaling is not None:
             is_live = past < pieces.lens[piece] * shape.group
             if options.window is not None:
                 is_live &= past + options.window * shape.group > 0
-            value_scale = jnp.where(is_live, value_scale, 0.0)
+            value_scales, shifts = (
+                [jnp.where(is_live, scale, 0.0) for scale in scales] for scales in (value_scales, shifts)
+            )
         batch = max(
             heads
             for heads in range(1, shape.num_kv_heads + 1)
@@ -344,11 +365,12 @@ def _kernel(
             keep = jnp.exp(last_peak - peak)
             weights = jnp.exp(logits - _repeated(peak, block))
             added = sum(weights[:, :, lane : lane + LANES] for lane in range(0, block, LANES))
-            if value_scale is not None:
-                weights = weights * value_scale[own]
+            scaled = [weights if scale is None else weights * scale[own] for scale in value_scales]
+            added_to = [jnp.sum(weights * shift[own], axis=-1, keepdims=True) for shift in shifts]
             peak_ref[heads] = peak
             total_ref[heads] = total_ref[heads] * keep + added
-            sum_ref[heads] = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1]) + weighted(weights, values)
+            update = weighted(scaled, added_to, values)
+            sum_ref[heads] = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1]) + update
 
         for first in range(0, shape.num_kv_heads, batch):
             take_heads(first)
@@ -358,18 +380,40 @@ def _kernel(
         rows = [shared[:, i * sizes.rows : (i + 1) * sizes.rows] for i in range(num_columns)]
         return jnp.concatenate(rows, axis=-1)
 
-    def weighted(weights, values):
-        """Return the sum of values by their weights, each column's in its lanes."""
-        columns = shape.values.columns
+    def weighted(weights, shifts, values):
+        """Return the sum of values by the weights of their runs and shifts, each column's in its lanes."""
+        count, lanes = len(weights) // shape.values.halves, values.shape[-1] // shape.values.halves
+        updates = [
+            weighted_half(
+                weights[half * count : (half + 1) * count],
+                shifts[half * count : (half + 1) * count],
+                values[:, :, half * lanes : (half + 1) * lanes],
+            )
+            for half in range(shape.values.halves)
+        ]
+        return jnp.concatenate(updates, axis=-1)
+
+    def weighted_half(weights, shifts, values):
+        columns, runs = shape.values.columns, shape.values.runs
         width = block // columns.share
-        weights = [weights[:, :, i * width : (i + 1) * width] for i in range(columns.share)]
-        weights = jnp.concatenate(weights, axis=1).astype(shape.operand_dtype)
-        parts = _products("hrs,hsd->hrd", weights, values)
-        update = parts[:, : sizes.rows]
-        lane = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.rows, LANES), 2)
-        for i in range(1, columns.share):
-            part = parts[:, i * sizes.rows : (i + 1) * sizes.rows]
-            update = jnp.where(lane < i * columns.width, update, part)
+        places = [(column, run) for column in range(columns.share) for run in range(len(weights))]
+        stacked = [weights[run][:, :, i * width : (i + 1) * width] for i, run in places]
+        parts = _products(
+            "hrs,hsd->hrd", jnp.concatenate(stacked, axis=1).astype(shape.operand_dtype), values
+        )
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.rows, values.shape[-1]), 2)
+
+        def part_of_place(index):
+            """Return the sums of a column by the weights of a run; its shift once: columns are added."""
+            column, run = places[index]
+            part = parts[:, index * sizes.rows : (index + 1) * sizes.rows]
+            return part + shifts[run] if shifts and column == 0 else part
+
+        update = part_of_place(0)
+        for index in range(1, len(places)):
+            column, run = places[index]
+            begin = column * columns.width + (0 if runs is None else run * runs.span)
+            update = jnp.where(lane < begin, update, part_of_place(index))
         return update
 
     def begin_piece():
@@ -387,7 +431,7 @@ def _kernel(
             total = jnp.sum(total_ref[head], axis=-1, keepdims=True)
             heads = sum_ref[head]
             for i in range(1, columns.share):
-                heads += pltpu.roll(sum_ref[head], LANES - i * columns.width, 1)
+                heads += pltpu.roll(sum_ref[head], sum_ref.shape[-1] - i * columns.width, 1)
             if sink_ref is not None:
                 last_peak, sink = peak, sink_ref[head]
                 peak = jnp.maximum(last_peak, sink)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.cache.codec import CODECS, Codec
+from jkv.cache.codec import Codec, find_codecs
 from jkv.cache.spec import CacheGroup
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
@@ -13,7 +13,7 @@ from kernels_pallas.paged_attention.shapes import Shape
 
 def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple[PagedArguments, int]:
     """Return the shapes of a bfloat16 model's call, each sequence with its own pages, and a layer's pages."""
-    codec, num_seqs = CODECS[codec_name], len(shape.totals)
+    codecs, num_seqs = find_codecs(*codec_name.split("/")), len(shape.totals)
     width = -(-max(shape.totals) // shape.page_size)
     num_pages = num_seqs * width
 
@@ -21,7 +21,7 @@ def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple
         query = jnp.zeros((num_seqs, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16)
         sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
         of_pool = {"num_pages": num_layers * num_pages, "num_kv_heads": shape.num_kv_heads}
-        keys, values = (make_pages(codec, of_pool, sizes) for _ in range(2))
+        keys, values = (make_pages(codec, of_pool, sizes) for codec in codecs)
         rows = jnp.zeros(num_seqs, jnp.int32)
         return PagedArguments(
             query, keys, values, jnp.zeros((num_seqs, width), jnp.int32), rows, rows, rows[0]

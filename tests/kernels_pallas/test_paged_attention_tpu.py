@@ -10,14 +10,14 @@ import pytest
 
 from jkv import ops
 from jkv.cache.cache import Cache
-from jkv.cache.codec import CODECS
+from jkv.cache.codec import find_codecs
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
 from kernels_pallas.paged_attention import PagedArguments, Stripe, Tiling, pallas_tpu
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
-from kernels_pallas.tpu import queue, sizes, walk
+from kernels_pallas.tpu import queue, runs, sizes, walk
 
 from ..compare import assert_close, relative_errors
 from ..loops import LARGE, SMALL, loop
@@ -50,7 +50,8 @@ def run_kernel(
 def encoded(shape: Shape, codec_name: str) -> tuple[PagedArguments, int]:
     """Return the arguments of a bfloat16 model whose pools lie as on a TPU."""
     arguments, num_pages = make_arguments(shape)
-    keys, values = (encoded_pages(CODECS[codec_name], pages) for pages in arguments[1:3])
+    codecs = find_codecs(*codec_name.split("/"))
+    keys, values = (encoded_pages(*pair) for pair in zip(codecs, arguments[1:3], strict=True))
     query = arguments.query.astype(jnp.bfloat16)
     return arguments._replace(query=query, keys=keys, values=values), num_pages
 
@@ -62,12 +63,13 @@ PADDED = Shape(4, 1, 80, page_size=32, time=1, totals=(290, 0, 3), has_sinks=Tru
 WIDE = Shape(4, 2, 192, page_size=32, time=3, totals=(3, 0, 150), soft_cap=5.0)
 LARGE_PAGES = Shape(4, 2, 128, page_size=256, time=1, totals=(3, 300))
 CASES = [
-    (DECODE, "int8"),
+    (DECODE, "int8/int4"),
     (CHUNK, "bf16"),
     (HALVES, "bf16"),
     *[
         pytest.param(shape, codec, marks=pytest.mark.gate)
         for shape, codec in [
+            (DECODE, "int8"),
             (DECODE, "bf16"),
             (DECODE, "f32"),
             (DECODE, "fp8_e4m3"),
@@ -76,12 +78,15 @@ CASES = [
             (CHUNK, "int8"),
             (CHUNK, "int8_static"),
             (HALVES, "int8"),
+            (HALVES, "bf16/int4"),
             (HALVES, "fp8_e4m3"),
             (PADDED, "bf16"),
             (PADDED, "int8"),
             (LARGE_PAGES, "int8"),
+            (LARGE_PAGES, "int8/int4"),
             (WIDE, "bf16"),
             (WIDE, "int8"),
+            (WIDE, "int8/int4"),
         ]
     ],
 ]
@@ -124,6 +129,30 @@ def test_float32_pools_are_multiplied_as_they_are_and_what_has_no_page_is_not_se
     assert_log_sums_close(log_sum, expected_log_sum)
     with pytest.raises(AssertionError):
         assert_close(out, run_reference(shape, arguments, num_pages)[0])
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None,
+        (runs, "+ MIDDLE * scale", "+ (MIDDLE + 0.1) * scale"),
+        (runs, "spread.lanes[pattern]", "spread.lanes[0]"),
+        (walk, "arrays, columns = [tiles[index].scale, tiles[index].zero], part.runs.columns", "pass"),
+    ],
+)
+def test_4_bit_values_of_a_row_without_one_of_its_pages_are_those_of_the_definition(fault, monkeypatch):
+    shape = Shape(4, 2, 128, page_size=32, time=1, totals=(150,))
+    arguments, num_pages = encoded(shape, "int8/int4")
+    arguments = arguments._replace(page_table=arguments.page_table.at[0, 1].set(num_pages))
+    if fault is not None:
+        put_fault(fault, pallas_tpu, monkeypatch)
+    out, _ = run_kernel(shape, arguments, num_pages)
+    assert not has_races()
+    exact, _ = run_reference(shape, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
+    expected, _ = run_reference(shape, arguments, num_pages)
+    with nullcontext() if fault is None else pytest.raises(AssertionError):
+        assert_close(out, exact, 2 * max(relative_errors(expected, exact)))
 
 
 @pytest.mark.parametrize(
@@ -238,6 +267,16 @@ def test_what_the_kernel_does_not_take_is_refused_with_its_sizes(shape: Shape, d
             "scales of a page of keys must fill their 4 rows of 128 lanes, got 384 slots",
         ),
         (
+            Shape(2, 1, 128, page_size=128, time=1),
+            "int4",
+            "keys must have no zero points, got int4 entries; use int8",
+        ),
+        (
+            Shape(2, 1, 128, page_size=16, time=1),
+            "bf16/int4",
+            "scales of a page of values must fill their rows of 128 lanes, got 4 for each of 16 slots",
+        ),
+        (
             Shape(16, 16, 128, page_size=2048, time=1),
             "bf16",
             "at most 33,554,432 bytes, got 51,183,616 for 16 KV heads, pages of 2048 slots",
@@ -333,7 +372,7 @@ AOT_CASES = [
     *[(name, codec, machine) for name in MODELS for codec, machine in AOT_CODECS],
     *[
         ("llama3_8b", codec, machine)
-        for codec in ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static", "fp8_e4m3_static")
+        for codec in ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static", "fp8_e4m3_static", "int8/int4")
         for machine in ("v5e", "v6e")
     ],
     *[
@@ -342,6 +381,8 @@ AOT_CASES = [
         for codec in ("bf16", "int8")
         for machine in ("v5p", "tpu7x")
     ],
+    ("llama3_8b", "int8/int4", "tpu7x"),
+    ("gpt_oss_120b", "int8/int4", "v6e"),
 ]
 
 
@@ -377,7 +418,7 @@ def test_the_kernel_compiles_for_tpus_with_a_stripes_page_table_larger_than_thei
         ("v6e", "bf16", "paged"),
         ("v6e", "f32", "window"),
         ("v5e", "int8", "window"),
-        ("v6e", "int8", "dense"),
+        ("v6e", "int8/int4", "dense"),
         ("v6e", "fp8_e4m3", "paged"),
     ],
 )

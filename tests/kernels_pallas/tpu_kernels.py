@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jkv.cache.codec import Codec
 from jkv.cache.encoding import encode, largest_entry
 from kernels_pallas.paged_attention import Pages, PageSizes
-from kernels_pallas.tpu import queue, walk
+from kernels_pallas.tpu import queue, runs, walk
 
 from ..rows import in_rows
 
@@ -42,12 +42,13 @@ def encoded_pages(codec: Codec, raw: Pages) -> Pages:
         scale = jnp.linspace(0.01, 0.04, num_heads) * (127 / largest_entry(codec))
     stored = encode(codec, raw.data.swapaxes(1, 2), scale)
     shapes = codec.page_shapes(page_size=page_size, head_dim=head_dim)
-    data, token_scale = _laid_out(stored.data), _laid_out(stored.scale)
+    data, own_scale = _laid_out(stored.data), _laid_out(stored.scale)
     assert data is not None
     return Pages(
         data,
-        scale if token_scale is None else token_scale,
-        entry=codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2") else "number",
+        scale if own_scale is None else own_scale,
+        _laid_out(stored.zero),
+        entry=codec.entry if codec.entry in ("fp8_e4m3", "fp8_e5m2", "int4") else "number",
         stated=PageSizes(page_size, head_dim, shapes["scale"].shape if "scale" in shapes else None),
     )
 
@@ -99,5 +100,7 @@ def put_fault(fault: Fault, kernel: ModuleType, monkeypatch) -> None:
     exec(source.replace(found, replacement), module.__dict__)
     if where is queue:
         monkeypatch.setattr(walk, "Queue", module.Queue)
+    elif where is runs:
+        monkeypatch.setattr(walk, "scales_of_runs", module.scales_of_runs)
     else:
         monkeypatch.setattr(kernel, "walk", module.walk)
