@@ -58,7 +58,7 @@ def pieces_of(
     index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
     following = jnp.where(jnp.pad(is_seen, padding), index, sizes.num_pieces)
     arrays = (jnp.pad(array, padding) for array in (piece_starts, piece_lens, firsts, begins, ends))
-    return Pieces(*arrays, jax.lax.cummin(following, reverse=True))
+    return Pieces(*arrays, following=jax.lax.cummin(following, reverse=True))
 
 
 def to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Array:

@@ -160,7 +160,7 @@ def _tiles(sizes: Sizes, part: Part) -> Stored:
 def _kernel(
     pieces: Pieces,  # int32 [piece + 1] each                  SMEM, prefetched
     offset_ref,  # int32 [1]                                   SMEM, prefetched
-    stripe: Stripe,  # int32 [1] each                          SMEM, prefetched
+    stripe: tuple[Any, Any],  # int32 [1] each                 SMEM, prefetched
     table_ref,  # int32 [part, seq * max_pages]                HBM
     query_refs,  # of each pool of keys: [step_piece, kv_head, share * row, lane]      VMEM
     sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
@@ -186,6 +186,7 @@ def _kernel(
 ):
     shape, block, block_pages = sizes.shape, sizes.block, sizes.block_pages
     page_size, share, column = shape.page_size, shape.share, shape.column
+    stride_ref, first_page_ref = stripe
     queue = Queue(
         sizes,
         pieces,
@@ -251,7 +252,7 @@ def _kernel(
     def tokens():
         """Return how many tokens after the tile's first its slots are: of a stripe it has not all pages."""
         slot = slots()
-        return slot + jax.lax.div(slot, page_size) * ((stripe.stride[0] - 1) * page_size)
+        return slot + jax.lax.div(slot, page_size) * ((stride_ref[0] - 1) * page_size)
 
     def hide(buffer):
         """Have the tokens of a tile whose pages are none before all that is seen."""
@@ -315,7 +316,7 @@ def _kernel(
 
     def attend(index, piece, tile, buffer):
         """Take a tile into the sums of a piece."""
-        position = (tile * block_pages * stripe.stride[0] + stripe.offset[0]) * page_size + tokens_ref[...]
+        position = (tile * block_pages * stride_ref[0] + first_page_ref[0]) * page_size + tokens_ref[...]
         # Row `token * group + head` sees places up to its token's, compared in rows: nothing is divided.
         past = (position - pieces.starts[piece]) * shape.group
         past = jnp.where(position < pieces.firsts[piece], HIDDEN, past)
@@ -323,7 +324,7 @@ def _kernel(
         is_seen = past <= row
         if options.window is not None:
             is_seen &= past + options.window * shape.group > row
-        part_scales = [scales(part, buffer) for part in range(len(shape.parts))]
+        part_scales: list[Any] = [scales(part, buffer) for part in range(len(shape.parts))]
         value_scales, shifts = [part_scales[shape.value]], []
         if spread is not None:
             value_scales, shifts = scales_of_runs(tiles[shape.value], buffer, spread, shape, block)
