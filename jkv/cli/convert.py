@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.cli.options import Flag, parse_alone, read_text, show_progress
+from jkv.cli.options import Flag, default_output, parse_alone, read_text, show_progress
 from jkv.convert.converted import Converted
 from jkv.convert.latent import SPAN, to_latent
 from jkv.convert.measure import compare_models, make_decoder
@@ -39,8 +39,8 @@ class Arguments:
 
     model: str
     """Bundled model's name, GGUF file, folder or hub id."""
-    out: Path
-    """Folder that gets the converted model; it must not be there yet."""
+    out: Path | None = None
+    """New folder that gets the converted model; MODEL-converted in the working directory if left out."""
     kv_heads: int | None = None
     """Mean-pool the KV heads to so many."""
     latent: int | None = None
@@ -66,6 +66,8 @@ class Arguments:
 def run(argv: Sequence[str]) -> None:
     """Convert as the command line says, and print what was lost."""
     arguments = parse_alone(Arguments, argv, "convert")
+    out = arguments.out or default_output(arguments.model, "converted")
+    check_new(out)
     _check(arguments)
     stored = open_model(arguments.model)
     text = _read(arguments, stored.location, stored.config)
@@ -73,8 +75,8 @@ def run(argv: Sequence[str]) -> None:
         parameters = stored.load(parameter_targets(abstract_decoder(stored.config)))
         show("converting")
         converted = convert(arguments, stored.config, parameters, text)
-        save_checkpoint(arguments.out, converted.config, _stored_as(arguments.dtype, converted))
-        copy_tokenizer(stored.location.path, arguments.out)
+        save_checkpoint(out, converted.config, _stored_as(arguments.dtype, converted))
+        copy_tokenizer(stored.location.path, out)
         comparison = None
         if text is not None:
             show("comparing")
@@ -83,7 +85,7 @@ def run(argv: Sequence[str]) -> None:
                 make_decoder(converted.config, converted.parameters),
             )
             comparison = compare_models(*models, text.held_out[: _max_rows(arguments)])
-    shown = describe(stored, converted, comparison)
+    shown = {"out": str(out)} | describe(stored, converted, comparison)
     print(json.dumps(shown) if arguments.json else _table(shown))
 
 
@@ -126,7 +128,6 @@ def describe(stored: StoredModel, converted: Converted, comparison: Comparison |
 
 
 def _check(arguments: Arguments) -> None:
-    check_new(arguments.out)
     if (arguments.kv_heads is None) == (arguments.latent is None):
         raise ValueError("exactly one of --kv-heads and --latent must be given")
     if arguments.kv_heads is not None and (arguments.rope is not None or arguments.span is not None):
@@ -170,4 +171,5 @@ def _table(shown: dict[str, Any]) -> str:
             f"{text['converted_perplexity']:.3f}; mean KLD {text['mean_kld']:.4f}, "
             f"same top {text['same_top']:.2%}"
         )
+    lines.append(f"written to {shown['out']}")
     return "\n".join(lines)

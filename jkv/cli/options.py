@@ -160,6 +160,11 @@ def check_output(flag: str, file: Path) -> None:
         raise ValueError(f"{flag} must be a file that can be written, got {file}; make its folder first")
 
 
+def default_output(model: str, made: str) -> Path:
+    """Return the folder in the working directory that gets what was made of a model, named after it."""
+    return Path(f"{Path(model).absolute().name.removesuffix('.gguf')}-{made}")
+
+
 def find_tokenizer(location: ModelLocation) -> Tokenizer | None:
     """Return the model's tokenizer; None where its folder has none."""
     return load_tokenizer(location) if has_tokenizer(location.path) else None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.cli.options import Flag, check_output, parse_alone, read_text, show_progress
+from jkv.cli.options import Flag, check_output, default_output, parse_alone, read_text, show_progress
 from jkv.convert.curve import check_curve, draw_curve
 from jkv.convert.text import HELD_OUT, split_text
 from jkv.convert.uptrain import Model, Settings, make_model, perplexity, uptrain
@@ -35,8 +35,8 @@ class Arguments:
     """File of UTF-8 text; text that looks like a control token is text."""
     steps: int
     """Updates of the weights."""
-    out: Path
-    """Folder that gets the trained model; it must not be there yet."""
+    out: Path | None = None
+    """New folder that gets the trained model; MODEL-uptrained in the working directory if left out."""
     length: int = 256
     """Tokens of a row."""
     batch: int = 4
@@ -76,6 +76,8 @@ class Arguments:
 def run(argv: Sequence[str]) -> None:
     """Train as the command line says, and print how the held-out text's perplexity changed."""
     arguments = parse_alone(Arguments, argv, "uptrain")
+    out = arguments.out or default_output(arguments.model, "uptrained")
+    check_new(out)
     settings = _settings(arguments)
     stored = open_model(arguments.model)
     teacher = None if arguments.teacher is None else open_model(arguments.teacher)
@@ -104,11 +106,12 @@ def run(argv: Sequence[str]) -> None:
         )
         show("measuring")
         after = perplexity(Model(model.forward, trained.parameters), text.held_out)
-    save_checkpoint(arguments.out, stored.config, trained.parameters)
-    copy_tokenizer(stored.location.path, arguments.out)
+    save_checkpoint(out, stored.config, trained.parameters)
+    copy_tokenizer(stored.location.path, out)
     if arguments.plot is not None:
         draw_curve(arguments.plot, trained.losses, label=f"{arguments.model} on {arguments.text.name}")
     shown = {
+        "out": str(out),
         "tokens_per_step": settings.batch * settings.accumulate * arguments.length,
         "losses": [float(loss) for loss in trained.losses],
         "held_out_tokens": text.held_out.size,
@@ -120,7 +123,6 @@ def run(argv: Sequence[str]) -> None:
 
 def _settings(arguments: Arguments) -> Settings:
     """Return the run's settings, after what can be refused before a model is opened."""
-    check_new(arguments.out)
     if arguments.plot is not None:
         check_output("--plot", arguments.plot)
         check_curve(arguments.plot)
@@ -164,5 +166,6 @@ def _table(shown: dict[str, Any]) -> str:
         "loss": f"{losses[0]:.3f}, at the end {losses[-1]:.3f}",
         "perplexity": f"{shown['perplexity']:.3f}, trained {shown['uptrained_perplexity']:.3f}, of "
         f"{shown['held_out_tokens']:,} held-out tokens",
+        "written to": shown["out"],
     }
     return "\n".join(f"{name:12}{value}" for name, value in lines.items())

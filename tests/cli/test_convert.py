@@ -35,10 +35,14 @@ def test_latents_are_written_with_their_tokenizer_and_decode(run_json, talking_t
     assert len(made["tokens"]) == 4
 
 
-def test_pooled_heads_halve_the_cache(run_jkv, tiny, tmp_path):
-    shown = run_jkv("convert", "--model", tiny, "--out", tmp_path / "pooled", "--kv-heads", 1)
-    assert len(shown.splitlines()) == 5
-    assert "cache bytes a token in bf16: 192, converted 96" in shown
+def test_pooled_heads_halve_the_cache_in_a_folder_named_after_the_model(
+    run_jkv, refusal, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shown = run_jkv("convert", "--model", tiny, "--kv-heads", 1).splitlines()
+    assert len(shown) == 6
+    assert shown[-2:] == ["cache bytes a token in bf16: 192, converted 96", "written to llama-converted"]
+    assert "new folder, got llama-converted; remove" in refusal("convert", "--model", tiny, "--kv-heads", 1)
 
 
 def test_a_converted_model_loads_onto_a_mesh_in_another_dtype(run_jkv, tiny, tmp_path):

@@ -11,18 +11,22 @@ def text(tmp_path):
     return path
 
 
-def test_a_trained_model_is_written_with_its_tokenizer_and_its_curve(run_json, talking_tiny, text, tmp_path):
-    out, plot = tmp_path / "trained", tmp_path / "curve.png"
+def test_a_trained_model_is_written_with_its_tokenizer_and_its_curve(
+    run_json, talking_tiny, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    plot = tmp_path / "curve.png"
     # The teacher is the model itself: at first its half of the loss is zero.
     learning = ("--teacher", talking_tiny, "--teacher-share", 0.5, "--learning-rate", 1e-2, "--warmup", 0)
     flags = ("--steps", 4, "--length", 16, "--batch", 2, *learning, "--keep", tmp_path / "run")
     command = ("uptrain", "--model", talking_tiny, "--text", text, *flags)
-    (shown,) = run_json(*command, "--out", out, "--plot", plot, "--json")
+    (shown,) = run_json(*command, "--plot", plot, "--json")
+    assert shown["out"] == "model-uptrained"
     assert len(shown["losses"]) == 4
     assert shown["losses"][0] == pytest.approx(np.log(shown["perplexity"]) / 2, rel=0.1)
     assert shown["uptrained_perplexity"] < shown["perplexity"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    (inspected,) = run_json("inspect", out, "--json")
+    (inspected,) = run_json("inspect", tmp_path / "model-uptrained", "--json")
     assert inspected["file"]["format"] == "checkpoint"
     assert set(inspected["file"]["tensor_types"]) == {"float32"}
     assert inspected["tokenizer"]["kind"] == "BPE"
