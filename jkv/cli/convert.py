@@ -26,7 +26,7 @@ from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, load_tokenizer, parameter_targets
 from jkv.models.tokenizer_files import copy_tokenizer
-from jkv.models.weights.checkpoint import check_new, save_checkpoint
+from jkv.models.weights.checkpoint import check_new, new_folder, save_checkpoint
 from jkv.models.weights.locate import ModelLocation
 from jkv.models.weights.model import StoredModel, open_model
 
@@ -75,8 +75,9 @@ def run(argv: Sequence[str]) -> None:
         parameters = stored.load(parameter_targets(abstract_decoder(stored.config)))
         show("converting")
         converted = convert(arguments, stored.config, parameters, text)
-        save_checkpoint(out, converted.config, _stored_as(arguments.dtype, converted))
-        copy_tokenizer(stored.location.path, out)
+        with new_folder(out) as folder:
+            save_checkpoint(folder, converted.config, _stored_as(arguments.dtype, converted))
+            copy_tokenizer(stored.location.path, folder)
         comparison = None
         if text is not None:
             show("comparing")

@@ -19,7 +19,7 @@ from jkv.convert.uptrain import Model, Settings, make_model, perplexity, uptrain
 from jkv.decode.params import require_whole
 from jkv.models.load import abstract_decoder, load_tokenizer, parameter_targets
 from jkv.models.tokenizer_files import copy_tokenizer
-from jkv.models.weights.checkpoint import check_new, save_checkpoint
+from jkv.models.weights.checkpoint import check_new, new_folder, save_checkpoint
 from jkv.models.weights.model import StoredModel, open_model
 
 _WARMUP, _KEEP_EVERY = 10, 100
@@ -106,8 +106,9 @@ def run(argv: Sequence[str]) -> None:
         )
         show("measuring")
         after = perplexity(Model(model.forward, trained.parameters), text.held_out)
-    save_checkpoint(out, stored.config, trained.parameters)
-    copy_tokenizer(stored.location.path, out)
+    with new_folder(out) as folder:
+        save_checkpoint(folder, stored.config, trained.parameters)
+        copy_tokenizer(stored.location.path, folder)
     if arguments.plot is not None:
         draw_curve(arguments.plot, trained.losses, label=f"{arguments.model} on {arguments.text.name}")
     shown = {

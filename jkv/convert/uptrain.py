@@ -28,6 +28,7 @@ from jkv.decode.score import losses
 from jkv.models.families import ModelConfig
 from jkv.models.fields import read_json_object
 from jkv.models.load import abstract_decoder
+from jkv.models.weights.checkpoint import errors_once
 from jkv.models.weights.load import check_finite
 
 Parameters = Mapping[str, jax.Array]
@@ -176,7 +177,8 @@ def uptrain(
             # A loss is from before its update.
             check_finite(state["parameters"])
             if kept is not None:
-                kept.save(step + 1, _named(state))
+                with errors_once():
+                    kept.save(step + 1, _named(state))
     if kept is not None:
         kept.close()
     return Uptrained(state["parameters"], np.asarray(state["losses"]))

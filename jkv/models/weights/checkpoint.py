@@ -3,9 +3,12 @@
 Knows the folder's layout; the arrays are Orbax's.
 """
 
+import contextlib
 import hashlib
+import logging
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -46,6 +49,41 @@ def check_new(path: Path) -> None:
         )
 
 
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder that takes the name `path` when all is in it.
+
+    It is beside `path` under a hidden name until then: an error removes it, and a kill leaves it there.
+
+    Raises:
+        ValueError: as `check_new`.
+    """
+    check_new(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # What keeps it from being removed must not hide why it is removed.
+    with tempfile.TemporaryDirectory(
+        prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True
+    ) as unfinished:
+        folder = Path(unfinished) / path.name
+        yield folder
+        folder.rename(path)
+
+
+@contextlib.contextmanager
+def errors_once() -> Iterator[None]:
+    """Keep Orbax from logging an error in each of its threads; the caller gets it too."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_no_thread_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_thread_error)
+
+
+def _is_no_thread_error(record: logging.LogRecord) -> bool:
+    return "_SignalingThread.run() raised" not in record.getMessage()
+
+
 def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, jax.Array]) -> None:
     """Write a checkpoint; on several hosts, every one calls this with its shards.
 
@@ -58,7 +96,8 @@ def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, ja
         ValueError: as `check_new`.
     """
     check_new(path)
-    ocp.save(_folder(path), dict(parameters))
+    with errors_once():
+        ocp.save(_folder(path), dict(parameters))
     # Written last: a folder without it was not finished.
     if jax.process_index() == 0:
         (path / _DESCRIPTION).write_text(_Description(config=config).model_dump_json(indent=2) + "\n")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jkv.models.families import MixtureConfig, ModelConfig
 from jkv.models.weights.checkpoint import (
     checkpoint_fingerprint,
     is_checkpoint,
+    new_folder,
     read_checkpoint_config,
     restore_checkpoint,
     save_checkpoint,
@@ -145,6 +147,30 @@ def test_the_configuration_is_plain_json(saved: tuple):
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path):
     with pytest.raises(ValueError, match="must go to a new folder"):
         save_checkpoint(tmp_path, CONFIG, {})
+
+
+def test_a_new_folder_has_its_name_only_when_all_is_in_it(tmp_path: Path):
+    path = tmp_path / "made" / "model"
+    with new_folder(path) as folder:
+        (folder / "parts").mkdir(parents=True)
+        assert not path.exists()
+    assert (path / "parts").is_dir()
+    assert os.listdir(path.parent) == ["model"]
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    weights = {WEIGHT: jnp.asarray(make_normal(256, 256))}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match="File too large"), new_folder(tmp_path / "model") as folder:
+            save_checkpoint(folder, CONFIG, weights)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not os.listdir(tmp_path)
+    assert not caplog.records
 
 
 def test_other_parameters_are_named(saved: tuple):
