@@ -78,7 +78,7 @@ FAULTS: dict[str, Fault] = {
         "tiles.data.at[self._next(buffer), :, place]",
     ),
     "a mask that is off by one": (walk, "is_seen = past <= row", "is_seen = past < row"),
-    "a last page that is left out": (queue, "+ self.lens[piece] + page_size - 1", "+ self.lens[piece]"),
+    "a last page that is left out": (queue, "ends[piece] + page_size - 1", "ends[piece]"),
     "a scale that is wrong by 2 %": (walk, "parts) * options.scale", "parts) * (1.02 * options.scale)"),
     "a sum that is not rescaled": (
         walk,
