@@ -6,7 +6,7 @@ Run in an environment of its own: pip install torch==2.13.0 transformers==5.24.0
 
 Each folder gets config.json and model.safetensors as transformers saves them, and reference.npz: `tokens
 [2, 40]`, `logits [2, 40, vocab]` of one forward pass in float32, and `greedy [2, 56]`, the tokens and 16
-greedy ones.
+greedy ones; of longrope `short_logits [2, 24, vocab]` too, of the tokens' first.
 """
 
 # torch and transformers are not in the environment that is checked.
@@ -61,6 +61,20 @@ MODELS = {
     ),
     "olmo2": ("Olmo2", {}),
     "phi3": ("Phi3", {"sliding_window": 16}),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.2, 2.5, 6.0],
+            },
+        },
+    ),
     "deepseek_v2_grouped": (
         "DeepseekV2",
         MLA
@@ -138,6 +152,8 @@ def make_reference(name: str, folder: Path) -> None:
         pack_experts(model, folder)
     tokens = torch.randint(3, SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(1))
     logits = model(tokens).logits
+    # longrope has other frequencies below the original context.
+    short = {"short_logits": model(tokens[:, :24]).logits.numpy()} if name == "phi3_longrope" else {}
     greedy = tokens
     for _ in range(16):
         greedy = torch.cat([greedy, model(greedy, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
@@ -146,6 +162,7 @@ def make_reference(name: str, folder: Path) -> None:
         tokens=tokens.numpy().astype(np.int32),
         logits=logits.numpy(),
         greedy=greedy.numpy().astype(np.int32),
+        **short,
     )
     # It says how long transformers would generate, which no test asks.
     (folder / "generation_config.json").unlink(missing_ok=True)

@@ -111,6 +111,11 @@ def _check(config: ModelConfig, latent: int, rope: int, span: int) -> None:
     found = [name for switch, name in _REFUSED.items() if getattr(config, switch)]
     if found:
         raise ValueError(f"a conversion to latents needs a model without {' and '.join(found)}, got one with")
+    if config.rope.dim != config.head_dim or config.rope.long_factors is not None:
+        raise ValueError(
+            f"a conversion to latents needs a model that rotates its heads' {config.head_dim} entries at "
+            f"frequencies that are always the same, got {config.rope.dim} of scaling {config.rope.scaling!r}"
+        )
     width = config.num_kv_heads * config.head_dim
     if rope % 2 or not 2 <= rope <= width:
         raise ValueError(f"rotated entries must be even and from 2 to the KV heads' {width}, got {rope}")

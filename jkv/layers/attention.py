@@ -19,8 +19,11 @@ from jkv.layers.rope import RopeConfig, Rotation, rotate, rotations
 from jkv.sharding import Sharding
 
 
-def step_rotation(rope: RopeConfig, time: int, batch: TokenBatch | None) -> Rotation:
-    """Return cos and sin at the step's positions; without a batch they are 0 to `time` - 1."""
+def step_rotation(
+    rope: RopeConfig, time: int, cache: Cache | None = None, batch: TokenBatch | None = None
+) -> Rotation:
+    """Return cos and sin at the step's positions; without a cache and a batch they are 0 to `time` - 1."""
+    rope = rope.for_capacity(time if cache is None else cache.capacity)
     positions = jnp.arange(time, dtype=jnp.int32)[None] if batch is None else batch.positions
     # Computed once: XLA's CPU backend would repeat the cosines inside every fusion that rotates.
     return jax.lax.optimization_barrier(rotations(rope, positions))
@@ -163,7 +166,7 @@ class GQAttention(nnx.Module):
         if not self.is_qk_norm_wide:
             query, key = self._normed(query, key)
         if self.rope is not None:
-            cos, sin = step_rotation(self.rope, time, batch) if rotation is None else rotation
+            cos, sin = step_rotation(self.rope, time, cache, batch) if rotation is None else rotation
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         out, cache, _ = ops.attend(
             query,

@@ -173,7 +173,7 @@ class LatentAttention(nnx.Module):
         latent, rope = jnp.split(self.kv_down(x), [self.dims.latent], axis=-1)
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         if self.rope is not None:
-            cos, sin = step_rotation(self.rope, time, batch) if rotation is None else rotation
+            cos, sin = step_rotation(self.rope, time, cache, batch) if rotation is None else rotation
             rope_query = rotate(rope_query, cos, sin)
             rope = rotate(rope[:, :, None], cos, sin)[:, :, 0]
         up = ops.UpProjections(*(weight[...].astype(self.dtype) for weight in (self.key_up, self.value_up)))

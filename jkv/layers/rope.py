@@ -4,14 +4,15 @@ Knows nothing of caches or attention: it turns positions into rotations.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-Scaling = Literal["none", "linear", "llama3", "yarn"]
+Scaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
 Rotation = tuple[Float[Array, "... half"], Float[Array, "... half"]]
 
 
@@ -23,17 +24,20 @@ class RopeConfig:
         dim: rotated entries of each head, even; the rest of the head passes through.
         theta: base of the geometric frequency series.
         scaling: how the frequencies are changed for contexts past the original training length.
-        factor: the context extension (linear, llama3, yarn).
-        original_max_position: tokens of the original training context (llama3, yarn).
+        factor: the context extension (linear, llama3, yarn, longrope).
+        original_max_position: tokens of the original training context (llama3, yarn, longrope).
         low_freq_factor: llama3: wavelengths above `original / low` are divided by `factor`.
         high_freq_factor: llama3: wavelengths below `original / high` stay.
         beta_fast: yarn: rotations over the original context above which a frequency stays.
         beta_slow: yarn: rotations below which it is divided by `factor`.
         truncate: yarn: round the ramp's borders to whole dimensions.
-        attention_factor: yarn: multiplies cos and sin; None derives it from `factor` and the mscales.
+        attention_factor: yarn, longrope: multiplies cos and sin; None derives it from `factor` and, of yarn,
+            the mscales.
         mscale: yarn: numerator of the derived attention factor (DeepSeek).
         mscale_all_dim: yarn: its denominator, and the softmax correction of latent attention.
-        frequency_factors: one divisor a frequency, `dim / 2` of them (GGUF's `rope_freqs.weight`).
+        frequency_factors: one divisor a frequency, `dim / 2` of them (GGUF's `rope_freqs.weight`);
+            longrope: within the original context.
+        long_factors: longrope: those of sequences that may grow past it; see `for_capacity`.
     """
 
     dim: int
@@ -50,22 +54,35 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     frequency_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
 
     @classmethod
-    def from_hf(cls, parameters: dict, *, dim: int, theta: float, max_position: int) -> "RopeConfig":
+    def from_hf(
+        cls,
+        parameters: dict,
+        *,
+        dim: int,
+        theta: float,
+        max_position: int,
+        original_max_position: int | None = None,
+    ) -> "RopeConfig":
         """Read a `rope_scaling` or `rope_parameters` entry of a Hugging Face config.json.
 
         Args:
             parameters: the entry; empty for plain rotary embedding.
             dim: rotated entries of a head.
             theta: base where the entry names none.
-            max_position: `max_position_embeddings`, the original context where the entry names none.
+            max_position: `max_position_embeddings`, the original context where nothing names one.
+            original_max_position: config.json's own `original_max_position_embeddings`, which beats the
+                entry's.
 
         Raises:
             ValueError: the entry's type or one of its keys is not one that jkv computes.
         """
         entry = {key: value for key, value in parameters.items() if value is not None}
         kind = entry.pop("rope_type", None) or entry.get("type", "default")
+        # Its name in the first files of Phi-3.
+        kind = "longrope" if kind == "su" else kind
         entry.pop("type", None)
         theta = float(entry.pop("rope_theta", theta))
         _check_hf_keys(kind, entry)
@@ -73,8 +90,12 @@ class RopeConfig:
             return cls(dim=dim, theta=theta)
         fields = {_HF_KEYS[kind][key]: value for key, value in entry.items()}
         values = {field: _CASTS.get(field, float)(value) for field, value in fields.items() if field}
-        if kind in ("yarn", "llama3"):
-            values.setdefault("original_max_position", max_position)
+        if kind in ("yarn", "llama3", "longrope"):
+            named = original_max_position or values.get("original_max_position")
+            values["original_max_position"] = max_position if named is None else named
+        if kind == "longrope":
+            values.setdefault("factor", max_position / values["original_max_position"])
+            _check_long(values, dim)
         config = cls(dim=dim, theta=theta, scaling=kind, **values)
         if kind == "llama3" and not config.low_freq_factor < config.high_freq_factor:
             raise ValueError(
@@ -82,6 +103,29 @@ class RopeConfig:
                 f"got {config.low_freq_factor} and {config.high_freq_factor}"
             )
         return config
+
+    def for_capacity(self, capacity: int) -> "RopeConfig":
+        """Return the embedding of sequences that may hold `capacity` tokens.
+
+        longrope has other frequencies for sequences past the original context. A key in a cache keeps the
+        rotation that it was written with, so one set must serve a cache all its life: the long one if its
+        capacity is above the original context, however few tokens it holds, as in vLLM and llama.cpp.
+        (transformers goes by a sequence's length, and computes all keys again where it passes the border.)
+        """
+        if self.long_factors is None or capacity <= self.original_max_position:
+            return self
+        return replace(self, frequency_factors=self.long_factors)
+
+
+def _check_long(values: dict, dim: int) -> None:
+    counts = [len(values[field]) for field in ("frequency_factors", "long_factors")]
+    if counts != [dim // 2] * 2:
+        raise ValueError(
+            f"RoPE scaling 'longrope' must have {dim // 2} numbers as short_factor and long_factor, one for "
+            f"each pair of the {dim} rotated entries, got {counts}"
+        )
+    if values["original_max_position"] < 2:
+        raise ValueError("RoPE scaling 'longrope' must have an original context above one token, got 1")
 
 
 def _check_hf_keys(kind: str, entry: dict) -> None:
@@ -95,8 +139,17 @@ def _check_hf_keys(kind: str, entry: dict) -> None:
         raise ValueError(f"RoPE scaling {kind!r} lacks {missing}")
 
 
+def _floats(values: Iterable[float | int]) -> tuple[float, ...]:
+    return tuple(map(float, values))
+
+
 # JSON writes 8 for 8.0: what is not named here becomes a float.
-_CASTS: dict[str, type] = {"original_max_position": int, "truncate": bool}
+_CASTS: dict[str, Callable] = {
+    "original_max_position": int,
+    "truncate": bool,
+    "frequency_factors": _floats,
+    "long_factors": _floats,
+}
 
 # config.json key -> field; "" is read and means nothing to us.
 _HF_KEYS: dict[str, dict[str, str]] = {
@@ -122,12 +175,21 @@ _HF_KEYS: dict[str, dict[str, str]] = {
         "mscale_all_dim": "mscale_all_dim",
         "partial_rotary_factor": "",
     },
+    "longrope": {
+        "factor": "factor",
+        "short_factor": "frequency_factors",
+        "long_factor": "long_factors",
+        "original_max_position_embeddings": "original_max_position",
+        "attention_factor": "attention_factor",
+        "partial_rotary_factor": "",
+    },
 }
 _HF_REQUIRED: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": {"factor"},
+    "longrope": {"short_factor", "long_factor"},
 }
 
 
@@ -137,14 +199,23 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def attention_scaling(config: RopeConfig) -> float:
-    """Return what cos and sin are multiplied by: 1 but for yarn."""
-    if config.scaling != "yarn":
+    """Return what cos and sin are multiplied by: 1 but for yarn and longrope."""
+    if config.scaling not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.scaling == "longrope":
+        return longrope_scaling(config)
     if config.mscale and config.mscale_all_dim:
         return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
     return yarn_mscale(config.factor)
+
+
+def longrope_scaling(config: RopeConfig) -> float:
+    """Return `sqrt(1 + ln(factor) / ln(original))`, or 1 without an extension (LongRoPE, eq. 8)."""
+    if config.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))
 
 
 def softmax_correction(config: RopeConfig) -> float:

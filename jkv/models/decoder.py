@@ -181,7 +181,7 @@ class Decoder(nnx.Module):
         if self.config.embed_scale != 1:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         ropes = dict.fromkeys(layer_rope(self.config, window) for window in self.config.windows)
-        rotations = {rope: step_rotation(rope, tokens.shape[1], batch) for rope in ropes}
+        rotations = {rope: step_rotation(rope, tokens.shape[1], cache, batch) for rope in ropes}
         places = cache_places(self.config)
         for layer, window, where in zip(self.layers, self.config.windows, places, strict=True):
             rotation = rotations[layer_rope(self.config, window)]

@@ -513,7 +513,7 @@ FAMILIES: dict[str, Family] = {
         "phi3",
         has_qkv_bias=False,
         has_window=True,
-        keys=frozenset({"sliding_window", "original_max_position_embeddings"}),
+        keys=frozenset({"sliding_window", "original_max_position_embeddings", "partial_rotary_factor"}),
         defaults={"sliding_window": None},
         fixed={"attention_bias": False},
         hf_fused={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP},

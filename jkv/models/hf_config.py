@@ -136,6 +136,8 @@ _KINDS = {
     "sliding_window_pattern": COUNT,
     "_sliding_window_pattern": COUNT,
     "rope_local_base_freq": POSITIVE,
+    "partial_rotary_factor": POSITIVE,
+    "original_max_position_embeddings": COUNT,
     "query_pre_attn_scalar": POSITIVE,
     "attn_logit_softcapping": POSITIVE,
     "final_logit_softcapping": POSITIVE,
@@ -192,6 +194,8 @@ _ROPE_KINDS = {
     "mscale": AT_LEAST_ZERO,
     "mscale_all_dim": AT_LEAST_ZERO,
     "partial_rotary_factor": NUMBER,
+    "short_factor": many(POSITIVE),
+    "long_factor": many(POSITIVE),
 }
 _BLOCK = Kind(
     f"a list of two, each {COUNT.words}", lambda value: many(COUNT).holds(value) and len(value) == 2
@@ -275,7 +279,7 @@ def _check_keys(given: Mapping[str, Any], family: Family) -> None:
     missing = sorted(_REQUIRED - set(given))
     if missing:
         raise ValueError(f"config.json of a {family.architecture} lacks {missing}")
-    fixed = {**_FIXED, **family.fixed}
+    fixed = {key: value for key, value in {**_FIXED, **family.fixed}.items() if key not in family.keys}
     known = _REQUIRED | _OPTIONAL | fixed.keys() | _HARMLESS | family.keys
     unknown = sorted(set(given) - known)
     if unknown:
@@ -403,22 +407,26 @@ def _ropes(given: Mapping[str, Any], family: Family, head_dim: int) -> tuple[Rop
         check_fields(entry, dict.fromkeys(_LAYER_TYPES, MAPPING), f"config.json's {name}.")
         local = {**(local or {}), **entry.get("sliding_attention", {})}
         entry = entry.get("full_attention", {})
-    rope = _rope(given, _without_nulls(entry), name, head_dim)
-    return rope, None if local is None else _rope(given, _without_nulls(local), name, head_dim)
+    rope = _rope(given, family, _without_nulls(entry), name, head_dim)
+    return rope, None if local is None else _rope(given, family, _without_nulls(local), name, head_dim)
 
 
-def _rope(given: Mapping[str, Any], entry: Mapping[str, Any], name: str, head_dim: int) -> RopeConfig:
+def _rope(
+    given: Mapping[str, Any], family: Family, entry: Mapping[str, Any], name: str, head_dim: int
+) -> RopeConfig:
     check_fields(entry, _ROPE_KINDS, f"config.json's {name}.")
-    # transformers applies a part of the head in some scalings of these families and ignores it in others.
-    if entry.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"config.json's partial_rotary_factor must be 1.0, got {entry['partial_rotary_factor']}"
-        )
+    share = entry.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    # transformers applies a part of the head in some scalings of other families and ignores it in others.
+    if share != 1.0 and "partial_rotary_factor" not in family.keys:
+        raise ValueError(f"config.json's partial_rotary_factor must be 1.0, got {share}")
+    if not 0 < share <= 1:
+        raise ValueError(f"config.json's partial_rotary_factor must be above 0 and at most 1, got {share}")
     return RopeConfig.from_hf(
         dict(entry),
-        dim=head_dim,
+        dim=int(head_dim * share),
         theta=float(given.get("rope_theta", 10000.0)),
         max_position=given["max_position_embeddings"],
+        original_max_position=given.get("original_max_position_embeddings"),
     )
 
 

@@ -99,6 +99,7 @@ def test_a_text_s_directions_lose_less_on_it_than_all_directions(parameters, mom
         ({}, {"latent": 33}, "a latent must have 1 to 32 entries"),
         ({}, {"span": 1}, "span must be at least 2 distances, got 1"),
         ({"has_qk_norm": True, "has_sinks": True}, {}, "without norms over its heads and sinks"),
+        ({"rope": RopeConfig(dim=4)}, {}, "rotates its heads' 8 entries at .* always the same, got 4"),
     ],
 )
 def test_what_does_not_become_latents_is_refused(changes, sizes, message):

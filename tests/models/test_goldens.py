@@ -33,6 +33,7 @@ NAMES = (
     "gpt_oss",
     "olmo2",
     "phi3",
+    "phi3_longrope",
     "deepseek_v2_lite",
     "deepseek_v3",
     "deepseek_v2_grouped",
@@ -57,6 +58,7 @@ SHORT = {
     ("gpt_oss", 7),
     ("olmo2", 16),
     ("phi3", 16),
+    ("phi3_longrope", 7),
     ("deepseek_v2_lite", 7),
     ("deepseek_v3", 16),
     ("deepseek_v2_grouped", 16),
@@ -122,6 +124,17 @@ def run_chunk(step, weights, tokens, cache, lens):
 @pytest.mark.parametrize(("golden", "width"), PAIRS, indirect=["golden"])
 def test_logits_in_chunks_equal_the_reference(golden: Golden, width: int):
     assert_close(logits_in_chunks(golden.model, golden.tokens, width), golden.logits, TOLERANCE)
+
+
+@models(["phi3_longrope"], ["phi3_longrope"])
+def test_a_cache_within_the_original_context_is_rotated_by_the_short_factors(golden: Golden):
+    with np.load(GOLDEN / "phi3_longrope" / "reference.npz") as reference:
+        expected = reference["short_logits"]
+    tokens = golden.tokens[:, : expected.shape[1]]
+    assert_close(logits_in_chunks(golden.model, tokens, 16), expected, TOLERANCE)
+    # The same tokens among those that went past it.
+    whole, row = relative_errors(golden.logits[:, : tokens.shape[1]], expected)
+    assert min(whole, row) > 100 * TOLERANCE
 
 
 @models(NAMES, LLAMAS)

@@ -206,10 +206,40 @@ def test_a_gpt_oss_of_transformers_4_has_yarn_and_every_second_layer_a_window():
     assert config_from_hf(make_hf("GptOss", **keys)).rope == config.rope
 
 
+def test_a_phi_4_mini_rotates_three_quarters_of_its_heads_by_longrope():
+    factors = {"short_factor": [1] * 48, "long_factor": [1] * 47 + [32.5]}
+    published = make_hf(
+        "Phi3",
+        hidden_size=3072,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        original_max_position_embeddings=4096,
+        partial_rotary_factor=0.75,
+        rope_scaling={"type": "longrope", **factors},
+        sliding_window=262_144,
+        tie_word_embeddings=True,
+    )
+    config = config_from_hf(published)
+    assert (config.head_dim, config.rope.dim, config.rope.scaling) == (128, 96, "longrope")
+    assert (config.rope.factor, config.rope.original_max_position) == (32.0, 4096)
+    assert (config.max_length, config.is_tied) == (131_072, True)
+    assert config.rope.for_capacity(4096) == config.rope
+    assert config.rope.for_capacity(4097).frequency_factors == (1.0,) * 47 + (32.5,)
+    published["rope_scaling"]["type"] = "su"
+    assert config_from_hf(published) == config
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("Phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "got 'longrope'"),
+        ("Phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, r"lacks \['long_factor'\]"),
+        (
+            "Phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+            r"must have 4 numbers as short_factor and long_factor, .* 8 rotated entries, got \[1, 4\]",
+        ),
+        ("Phi3", {"partial_rotary_factor": 1.5}, "above 0 and at most 1, got 1.5"),
         ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
         ("Gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
         ("Gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),
