@@ -13,6 +13,8 @@ def poison(cache: Cache, value: float = jnp.nan) -> Cache:
     def fill(array: jax.Array) -> jax.Array:
         is_integer = jnp.issubdtype(array.dtype, jnp.integer)
         filling = jnp.iinfo(array.dtype).max if is_integer else value
+        if isinstance(array, jax.core.Tracer):
+            return jnp.full_like(array, filling)
         # By NumPy: for JAX each shape would be a program.
         return jax.device_put(np.full(array.shape, filling, array.dtype), array.sharding)
 

@@ -176,8 +176,8 @@ def test_pages_written_over_are_not_seen(shape: Shape, width: int):
     "fault",
     [
         None,
-        pytest.param(("+ stripe.offset[0]) * page_size", ") * page_size"), marks=pytest.mark.gate),
-        pytest.param(("(stripe.stride[0] - 1) * page_size", "0"), marks=pytest.mark.gate),
+        pytest.param(("+ first_page_ref[0]) * page_size", ") * page_size"), marks=pytest.mark.gate),
+        pytest.param(("(stride_ref[0] - 1) * page_size", "0"), marks=pytest.mark.gate),
     ],
 )
 def test_stripes_of_pages_merged_are_the_whole(fault, monkeypatch):
