@@ -111,7 +111,10 @@ def test_a_pool_serves_prompts_of_different_lengths(run_json, tiny, reference):
         (("--prompt-tokens", "1,2", "--capacity", "2", "--max-new-tokens", "2"), "need a capacity of 3"),
         (("--prompt-tokens", "1", "--max-new-tokens", "513"), "the model reads at most 512 tokens, got 513"),
         (
-            ("--prompt-tokens", "1", "--mesh.axes", "data", "1", "model", "1", "x", "99"),
+            (
+                *("--prompt-tokens", "1", "--mesh.axes", "data", "1", "model", "1", "x", "99"),
+                *("--mesh.rules.context", "x"),
+            ),
             "the mesh needs 99 devices",
         ),
     ],
