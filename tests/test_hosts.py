@@ -12,9 +12,9 @@ import pytest
 
 from jkv import hosts
 from jkv.config import load_config
+from jkv.models.sizes import sizes_of
 from jkv.models.weights.model import open_model
 from jkv.plan.decoder import parameters
-from jkv.plan.model import sizes_of
 
 from .cli.conftest import GOLDEN
 

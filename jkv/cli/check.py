@@ -26,9 +26,9 @@ from jkv.config import (
 )
 from jkv.decode.configured import configured_scales, configured_spec, open_configured
 from jkv.models.families import ModelConfig, with_kv_copies
+from jkv.models.sizes import config_of
 from jkv.models.weights.locate import is_hub_id
 from jkv.plan.decoder import Stored, parameters
-from jkv.plan.model import config_of
 
 
 @dataclass(frozen=True, kw_only=True)

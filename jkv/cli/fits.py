@@ -19,8 +19,8 @@ from jkv.decode.configured import configured_plan
 from jkv.decode.pages import CachePlan
 from jkv.layers.quantized import check_weight_codec
 from jkv.models.families import ModelConfig
+from jkv.models.sizes import sizes_of
 from jkv.plan.decoder import Stored, input_widths
-from jkv.plan.model import sizes_of
 from jkv.sharding import would_divide
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -22,13 +22,13 @@ from jkv.cli.options import Flag, parse_alone
 from jkv.config import CacheSection, CodecName, MeshSection, ModelSection, SizesSection, load_config
 from jkv.config.compose import FOLDERS, bundled_configs
 from jkv.config.errors import did_you_mean
+from jkv.models.sizes import config_of, sizes_of
 from jkv.models.weights.locate import is_hub_id
 from jkv.models.weights.model import open_model
 from jkv.plan.capacity import Deployment, choices
 from jkv.plan.compiled import Job
 from jkv.plan.decoder import cache_groups, parameters
 from jkv.plan.lengths import LengthMix, one_length, read_mix
-from jkv.plan.model import config_of, sizes_of
 from jkv.plan.page import Settings, page
 from jkv.plan.plot import plot
 

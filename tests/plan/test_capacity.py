@@ -16,11 +16,11 @@ from jkv.config import MeshSection, load_config
 from jkv.layers.moe import Routing
 from jkv.models.decoder import Decoder, cache_spec
 from jkv.models.families import MixtureConfig, ModelConfig
+from jkv.models.sizes import sizes_of
 from jkv.models.step import split_model
 from jkv.plan.capacity import Deployment, choices
 from jkv.plan.decoder import cache_groups
 from jkv.plan.lengths import LengthMix, one_length
-from jkv.plan.model import sizes_of
 from kernels_pallas.hopper import splits
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu

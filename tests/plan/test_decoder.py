@@ -16,9 +16,9 @@ from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import Decoder
 from jkv.models.families import MixtureConfig
 from jkv.models.load import abstract_decoder, parameter_targets
+from jkv.models.sizes import sizes_of
 from jkv.models.weights.model import open_model
 from jkv.plan.decoder import Stored, attention_width, cache_groups, mlp_width, parameters
-from jkv.plan.model import sizes_of
 
 from ..tiny import make_config
 
