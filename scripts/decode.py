@@ -1,6 +1,10 @@
 """A configuration in, text out, on CPU, TPU or GPU: the short program to copy.
 
 python scripts/decode.py smollm2-cpu "Once upon a time" --engine.sampling.temperature 0.8
+
+Random weights have no tokenizer: token ids in, token ids out, of a model of which no file is here.
+
+python scripts/decode.py default 1,2,3 --model llama-3.1-8b --model.has-random-weights
 """
 
 import sys
@@ -12,18 +16,18 @@ from jkv.decode.configured import end_ids, load_configured, make_decoding, make_
 def main(name: str, prompt: str, *overrides: str) -> None:
     config = load_config(name, overrides)
     model = load_configured(config)
-    tokenizer = load_tokenizer(model.location)
+    tokenizer = load_tokenizer(model.location) if model.location else None
     stream = TextStream(
         make_decoding(config, model, stop_ids=end_ids(model, tokenizer)),
         tokenizer,
-        [tokenizer.encode(prompt)],
+        [tokenizer.encode(prompt) if tokenizer else [int(token) for token in prompt.split(",")]],
         max_new_tokens=config.engine.sampling.max_new_tokens,
         sampling=make_sampling(config),
         seed=config.engine.seed,
     )
     for step in stream:
         print(step.pieces[0], end="", flush=True)
-    print()
+    print("" if tokenizer else ",".join(map(str, stream.generations()[0].tokens)))
 
 
 if __name__ == "__main__":

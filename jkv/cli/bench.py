@@ -17,9 +17,9 @@ import tyro
 
 from jkv.cache.spec import CacheSpec
 from jkv.cli.fits import check_divides, check_length, check_memory, weight_sizes
-from jkv.cli.options import Flag, HostOptions, ModelOptions, meet, parse, resolve, show_progress
+from jkv.cli.options import Flag, HostOptions, RandomOptions, meet, parse, resolve, show_progress
 from jkv.config import SizesSection
-from jkv.decode.configured import configured_plan, load_configured, make_decoding, open_configured
+from jkv.decode.configured import configured_model, configured_plan, load_configured, make_decoding
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
 from jkv.plan.decoder import Stored, parameters
@@ -29,7 +29,7 @@ _COPY_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions, HostOptions):
+class Arguments(RandomOptions, HostOptions):
     """Measure prefill and decode for each batch and context, against the machine's copy bandwidth."""
 
     what: tyro.conf.Positional[Literal["decode"]]
@@ -96,7 +96,7 @@ def run(argv: Sequence[str]) -> None:
             f"--steps and --repeats must be at least 1, got {arguments.steps} and {arguments.repeats}"
         )
     config = resolve(arguments, overrides)
-    sizes = open_configured(config).config
+    sizes = configured_model(config)
     longest = max(contexts) + arguments.steps
     check_length(sizes, longest, remedy=" with the steps; lower --context")
     for batch in batches:
@@ -126,10 +126,15 @@ def run(argv: Sequence[str]) -> None:
                     )
                 )
     if arguments.json:
-        print(
-            json.dumps({"copy_bandwidth": bandwidth, "measurements": [asdict(one) for one in measurements]})
-        )
+        shown = {
+            "random_weights": config.model.has_random_weights,
+            "copy_bandwidth": bandwidth,
+            "measurements": [asdict(one) for one in measurements],
+        }
+        print(json.dumps(shown))
     else:
+        if config.model.has_random_weights:
+            print(f"weights: random, of the sizes of {config.model.path}")
         print(_table(bandwidth, measurements))
 
 

@@ -24,7 +24,7 @@ from jkv.config import (
     config_yaml,
     load_config,
 )
-from jkv.decode.configured import configured_scales, configured_spec, open_configured
+from jkv.decode.configured import configured_model, configured_scales, configured_spec
 from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.sizes import config_of
 from jkv.models.weights.locate import is_hub_id
@@ -85,10 +85,10 @@ def stored_config(config: DecodeConfig) -> ModelConfig | None:
     """Return the configured model, of one on the hub what its sizes say; None where it has none.
 
     Raises:
-        ValueError: as `open_configured`.
+        ValueError: as `configured_model`.
     """
-    if not is_hub_id(config.model.path):
-        return open_configured(config).config
+    if config.model.has_random_weights or not is_hub_id(config.model.path):
+        return configured_model(config)
     sizes = config.model.sizes
     return None if sizes is None else with_kv_copies(config_of(sizes), config.mesh.kv_copies)
 

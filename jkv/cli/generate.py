@@ -6,6 +6,7 @@ Knows prompts and terminals; jkv.decode.text does the work.
 import itertools
 import json
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from jkv.cli.fits import check_tokens
 from jkv.cli.options import (
     Flag,
     HostOptions,
-    ModelOptions,
+    RandomOptions,
     find_tokenizer,
     meet,
     parse,
@@ -28,12 +29,12 @@ from jkv.cli.options import (
 )
 from jkv.config import DecodeConfig
 from jkv.decode.configured import (
+    configured_model,
     configured_spec,
     end_ids,
     load_configured,
     make_decoding,
     make_sampling,
-    open_configured,
 )
 from jkv.decode.generate import check_stop_ids
 from jkv.decode.params import SamplingParams
@@ -61,7 +62,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(ModelOptions, HostOptions):
+class Arguments(RandomOptions, HostOptions):
     """Continue prompts, or answer a chat message, as tokens come."""
 
     prompt: tuple[str, ...] = ()
@@ -115,10 +116,9 @@ def run(argv: Sequence[str]) -> None:
     _check_source(arguments)
     config = resolve(arguments, overrides, _KEYS)
     sampling = _sampling(arguments, config)
-    location = resolve_model(config.model.path)
-    tokenizer = find_tokenizer(location) if arguments.prompt_tokens else load_tokenizer(location)
+    tokenizer = _tokenizer(arguments, config)
     texts, prompts = read_prompts(arguments, tokenizer)
-    sizes = open_configured(config).config
+    sizes = configured_model(config)
     sampling.check(sizes.vocab_size)
     check_stop_ids(arguments.stop_token_ids, sizes.vocab_size)
     check_stop_strings(arguments.stop, tokenizer)
@@ -147,7 +147,11 @@ def run(argv: Sequence[str]) -> None:
         generations = stream.generations()
         if arguments.json:
             pages = stream.pages and [{"peak": peak, "pool": pool} for peak, pool in stream.pages]
-            common = {"pages": pages, "pool_layout": configured_spec(config, sizes).layout}
+            common = {
+                "pages": pages,
+                "pool_layout": configured_spec(config, sizes).layout,
+                "random_weights": config.model.has_random_weights,
+            }
             for index, generation, size in zip(turn, generations, stream.cache_bytes, strict=True):
                 row = (texts[index], prompts[index], generation, size)
                 print(json.dumps(describe(*row, arguments.logprobs, waited=waited) | common), flush=True)
@@ -156,6 +160,17 @@ def run(argv: Sequence[str]) -> None:
                 print(",".join(map(str, generation.tokens)), flush=True)
         # Its cache makes room for that of the next turn.
         del stream, steps
+
+
+def _tokenizer(arguments: Arguments, config: DecodeConfig) -> Tokenizer | None:
+    """Return the model's tokenizer, which prompts of token ids can do without."""
+    if config.model.has_random_weights:
+        if not arguments.prompt_tokens:
+            raise ValueError("random weights have no tokenizer; give --prompt-tokens, as 1,2,3")
+        print(f"weights: random, of the sizes of {config.model.path}", file=sys.stderr)
+        return None
+    location = resolve_model(config.model.path)
+    return find_tokenizer(location) if arguments.prompt_tokens else load_tokenizer(location)
 
 
 def read_prompts(

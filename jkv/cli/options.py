@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jkv.config import CodecName, DecodeConfig, load_config
-from jkv.config.compose import FOLDERS
+from jkv.config.compose import FOLDERS, section_names
 from jkv.config.overrides import own_flags, read_flags, refuse_unknown
 from jkv.hosts import connect
 from jkv.models.load import load_tokenizer
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.tokenizer_files import has_tokenizer
-from jkv.models.weights.locate import ModelLocation
+from jkv.models.weights.locate import SMOLLM2, ModelLocation
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 
@@ -74,6 +74,14 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RandomOptions(ModelOptions):
+    """Those of verbs that need no more of a model than its sizes."""
+
+    random_weights: Flag = False
+    """Draw the weights of a model whose sizes --model names in configs/models, and read no file."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class HostOptions:
     """The processes that run one program, each started with the same options but its own --process-id."""
 
@@ -114,12 +122,25 @@ def resolve(
     """
     if options.model is None and options.config is None:
         raise ValueError("a model must be named; give --model or --config")
+    keys, random = {**_KEYS, **keys}, []
+    if isinstance(options, RandomOptions) and options.random_weights:
+        keys, random = {**keys, "model": "model"}, ["--model.has-random-weights"]
+    elif isinstance(options, RandomOptions):
+        _refuse_sizes_alone(options.model)
     flags = [
-        f"--{key}={value}"
-        for name, key in {**_KEYS, **keys}.items()
-        if (value := getattr(options, name)) is not None
+        f"--{key}={value}" for name, key in keys.items() if (value := getattr(options, name)) is not None
     ]
-    return load_config(options.config or _DEFAULT, [*flags, *overrides])
+    return load_config(options.config or _DEFAULT, [*flags, *random, *overrides])
+
+
+def _refuse_sizes_alone(model: str | None) -> None:
+    """Refuse a name of configs/models where a model's files are meant."""
+    if model is None or model == SMOLLM2 or Path(model).exists() or model not in section_names("model"):
+        return
+    raise ValueError(
+        f"--model must be {SMOLLM2}, a file, a folder or a hub id, got {model!r}, of which configs/models "
+        "has the sizes alone; give its folder, or --random-weights to draw weights of these sizes"
+    )
 
 
 def parse[T](arguments: type[T], argv: Sequence[str], verb: str) -> tuple[T, list[str]]:

@@ -20,7 +20,7 @@ from jkv.cli.compiled import compile_shown, describe_compiled
 from jkv.cli.fits import check_divides, check_packs
 from jkv.cli.options import Flag, parse_alone
 from jkv.config import CacheSection, CodecName, MeshSection, ModelSection, SizesSection, load_config
-from jkv.config.compose import FOLDERS, bundled_configs
+from jkv.config.compose import section_names
 from jkv.config.errors import did_you_mean
 from jkv.models.sizes import config_of, sizes_of
 from jkv.models.weights.locate import is_hub_id
@@ -303,12 +303,6 @@ def parse_bytes(text: str) -> int:
 def preset_names() -> list[str]:
     """Return the names of the bundled models, and of those in the working folder's configs/models."""
     return section_names("model")
-
-
-def section_names(kind: str) -> list[str]:
-    """Return the names of a section's files, bundled or in the working folder's configs."""
-    folders = (Path("configs"), bundled_configs())
-    return sorted({file.stem for folder in folders for file in (folder / FOLDERS[kind]).glob("*.yaml")})
 
 
 def load_preset(name: str) -> ModelSection:

@@ -56,10 +56,11 @@ def run(argv: Sequence[str]) -> None:
     config = resolve(arguments, overrides)
     if arguments.logits is not None:
         check_output("--logits", arguments.logits)
+    sizes = open_configured(config).config
     tokens = read_tokens(arguments, config.model.path)
     plan = check_tokens(
         config,
-        open_configured(config).config,
+        sizes,
         tokens.tolist(),
         0,
         remedy="; give --max-tokens",

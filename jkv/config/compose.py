@@ -49,6 +49,11 @@ def bundled_configs() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def section_names(kind: str) -> list[str]:
+    """Return the names of a section's files, bundled or in the working folder's configs."""
+    return _Library((Path("configs"), bundled_configs()), FOLDERS[kind]).names()
+
+
 @dataclass(frozen=True)
 class _Library:
     """Where the files of one kind are, the nearest first."""

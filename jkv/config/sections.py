@@ -26,17 +26,21 @@ class ModelSection(Section):
         dtype: activations.
         weights: how weights are stored.
         sizes: of the model, for planning without its files; null reads them.
+        has_random_weights: they are drawn, of the sizes, and no file is read: to measure, not to read.
     """
 
     path: Text
     dtype: Literal["float32", "bfloat16"] = "float32"
     weights: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
     sizes: SizesSection | None = None
+    has_random_weights: bool = False
 
     def conflicts(self) -> list[Conflict]:
-        """Those of the sizes."""
-        found = [] if self.sizes is None else self.sizes.conflicts()
-        return [(("sizes", *path), reason) for path, reason in found]
+        """Those of the sizes, without which there is nothing to draw."""
+        if self.sizes is not None:
+            return [(("sizes", *path), reason) for path, reason in self.sizes.conflicts()]
+        reason = "must be given for random weights, got none; name a model of configs/models"
+        return [(("sizes",), reason)] if self.has_random_weights else []
 
 
 @dataclass(frozen=True)

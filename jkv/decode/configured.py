@@ -21,9 +21,11 @@ from jkv.decode.pages import CachePlan, plan_cache
 from jkv.decode.params import SamplingParams
 from jkv.decode.scales import read_scales
 from jkv.models.decoder import cache_spec
-from jkv.models.families import ModelConfig
-from jkv.models.load import LanguageModel, load_model
+from jkv.models.families import ModelConfig, with_kv_copies
+from jkv.models.load import LanguageModel, load_model, make_model
+from jkv.models.sizes import config_of
 from jkv.models.tokenizer import Tokenizer
+from jkv.models.weights.drawn import draw_parameters
 from jkv.models.weights.model import StoredModel, open_model
 from jkv.sharding import Sharding
 
@@ -31,32 +33,52 @@ _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def load_configured(config: DecodeConfig) -> LanguageModel:
-    """Load the configured model onto the configured mesh.
+    """Load the configured model, or draw its weights, onto the configured mesh.
 
     Raises:
         ValueError: as `load_model`, the machine has fewer devices than the mesh, or the configured scales are
             not this model's.
     """
     configured_scales(config)  # what is wrong with them is said before the weights are read
-    weights = config.model.weights
-    codec = weights if weights in ("int8", "int4") else None
-    return load_model(
-        config.model.path,
-        dtype=jnp.dtype(config.model.dtype),
-        param_dtype=jnp.dtype(config.model.weights if codec is None else "float32"),
-        weight_codec=codec,
-        implementation=config.engine.attention,
-        sharding=make_sharding(config.mesh),
-        kv_copies=config.mesh.kv_copies,
-    )
+    model = config.model
+    codec = model.weights if model.weights in ("int8", "int4") else None
+    # What is read is packed from full precision; what is drawn has none to lose.
+    unpacked = "bfloat16" if model.has_random_weights else "float32"
+    options: dict[str, Any] = {
+        "dtype": jnp.dtype(model.dtype),
+        "param_dtype": jnp.dtype(model.weights if codec is None else unpacked),
+        "weight_codec": codec,
+        "implementation": config.engine.attention,
+        "sharding": make_sharding(config.mesh),
+    }
+    if model.has_random_weights:
+        return make_model(configured_model(config), draw_parameters, **options)
+    return load_model(model.path, kv_copies=config.mesh.kv_copies, **options)
+
+
+def configured_model(config: DecodeConfig) -> ModelConfig:
+    """Return the configured model's sizes, its KV heads copied as the mesh says.
+
+    Raises:
+        ValueError: as `open_configured`; weights to be drawn need no file.
+    """
+    if not config.model.has_random_weights:
+        return open_configured(config).config
+    assert config.model.sizes is not None  # checked with the configuration
+    return with_kv_copies(config_of(config.model.sizes), config.mesh.kv_copies)
 
 
 def open_configured(config: DecodeConfig) -> StoredModel:
     """Return the configured model, its header read and its KV heads copied as the mesh says.
 
     Raises:
-        ValueError: as `open_model`.
+        ValueError: as `open_model`, or the weights are to be drawn.
     """
+    if config.model.has_random_weights:
+        raise ValueError(
+            "model.has_random_weights must be false where a model's files are read, its text and scales too, "
+            f"got true for the sizes of {config.model.path}; leave it out"
+        )
     return open_model(config.model.path, kv_copies=config.mesh.kv_copies)
 
 

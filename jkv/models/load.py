@@ -4,7 +4,7 @@ Puts configuration, parameters and tokenizer together; each is read elsewhere.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ class LanguageModel:
         config: its sizes.
         step: `(weights, tokens, cache, batch) -> (logits, cache)`.
         weights: the parameters as flat arrays.
-        location: where it was read from.
+        location: where it was read from; None where its weights were drawn.
     """
 
     config: ModelConfig
     step: StepFunction
     weights: Weights
-    location: ModelLocation
+    location: ModelLocation | None
 
 
 def load_model(
@@ -67,16 +67,52 @@ def load_model(
         ValueError: the model is not found, not understood, damaged, does not pack, or does not fit the mesh.
     """
     stored = open_model(name_or_path, kv_copies=kv_copies)
+    model = make_model(
+        stored.config,
+        stored.load,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        weight_codec=weight_codec,
+        implementation=implementation,
+        sharding=sharding,
+    )
+    return replace(model, location=stored.location)
+
+
+def make_model(
+    config: ModelConfig,
+    read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]],
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    weight_codec: WeightCodec | None = None,
+    implementation: ops.Implementation = "auto",
+    sharding: Sharding | None = None,
+) -> LanguageModel:
+    """Make a model of its sizes, and of parameters from anywhere.
+
+    Args:
+        config: its sizes.
+        read: gives the parameters of such shapes, dtypes and placements, by dotted path.
+        dtype: see `load_model`, as the other options.
+        param_dtype: dtype of stored weights.
+        weight_codec: packs them.
+        implementation: how attention is computed.
+        sharding: places all over a mesh.
+
+    Raises:
+        ValueError: it does not pack, does not fit the mesh, or `read` refuses.
+    """
     model = abstract_decoder(
-        stored.config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, sharding=sharding
+        config, dtype=dtype, param_dtype=param_dtype, implementation=implementation, sharding=sharding
     )
     if weight_codec is not None:
         check_packs(model, weight_codec)
-    set_parameters(model, stored.load(parameter_targets(model, sharding)))
+    set_parameters(model, read(parameter_targets(model, sharding)))
     if weight_codec is not None:
         quantize(model, weight_codec)
     step, weights = split_model(model)
-    return LanguageModel(stored.config, step, weights, stored.location)
+    return LanguageModel(config, step, weights, None)
 
 
 def load_tokenizer(location: ModelLocation) -> Tokenizer:

@@ -64,7 +64,7 @@ def _experts_of(mixture: MixtureConfig) -> ExpertSizes:
 
 
 def config_of(sizes: SizesSection) -> ModelConfig:
-    """Return a configuration of such sizes, for what is planned, or compiled and not run.
+    """Return a configuration of such sizes, for what is planned, compiled, or run with random weights.
 
     What sizes do not say is what a Llama has, and changes numbers but no shape. Layers without a window come
     first.
