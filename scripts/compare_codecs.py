@@ -52,8 +52,11 @@ def main() -> None:
 
 def print_bytes(codecs: list[str]) -> None:
     """Print the bytes of each codec's pages over those of bfloat16's in layout `plain`."""
-    # What `plain` takes does not depend on the page, but for int4's shorter runs in pages under 32.
-    places: list[tuple[PoolLayout, int]] = [("plain", 64), *(("tpu", size) for size in (16, 32, 64, 128))]
+    # Pages of `plain` differ in int4 alone, whose runs are shorter in pages under 32.
+    places: list[tuple[PoolLayout, int]] = [
+        *(("plain", size) for size in (16, 64)),
+        *(("tpu", size) for size in (16, 32, 64, 128)),
+    ]
     forms = [(*place, dim) for dim in (128, 64) for place in places]
 
     def page_bytes(codec: str, layout: PoolLayout, page_size: int, head_dim: int) -> int:
