@@ -1,6 +1,5 @@
 """Set the whole suite up: eight CPU devices, strict promotion, checked signatures, examples of any length."""
 
-import gc
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -8,18 +7,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import hypothesis
 import jax
 import jaxtyping
-import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jaxtyping.install_import_hook(["jkv", "kernels_pallas"], "beartype.beartype")
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _leave_out_of_later_collections():
-    """Collect what a module leaves behind once: a walk over the programs of a whole suite takes seconds."""
-    yield
-    gc.collect()
-    gc.freeze()
