@@ -87,6 +87,15 @@ _COMPILERS = {
 
 TARGETS = tuple(_COMPILERS)
 
+# Without them only one process at a time may compile, and libtpu waits for a cloud's metadata server, then warns
+# that it found neither workers nor their type. Any type will do: the topology says what is compiled for.
+_NO_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+}
+
 
 def target(name: str) -> Mesh:
     """Return a mesh of one device of the machine, which need not be there.
@@ -96,9 +105,9 @@ def target(name: str) -> Mesh:
         cache = shapes_on(target("v6e"), jax.eval_shape(make_cache))
         program = jax.jit(step, donate_argnums=0).lower(cache).compile()
 
-    Run with `JAX_PLATFORMS=cpu`, or JAX looks for the machine itself. For TPUs the environment variables
-    ALLOW_MULTIPLE_LIBTPU_LOAD and TPU_SKIP_MDS_QUERY are set unless they are: without them only one process
-    at a time may compile, and libtpu waits for the metadata server of a cloud.
+    Run with `JAX_PLATFORMS=cpu`, or JAX looks for the machine itself. For TPUs the environment variables of
+    `_NO_TPU` are set unless they are. JAX's persistent compilation cache is turned off for the process: it
+    cannot read such programs back, and warns of each.
 
     Args:
         name: one of `TARGETS`.
@@ -148,9 +157,10 @@ def _topology(name: str, compiler: _Compiler) -> Any:
         raise ModuleNotFoundError(
             f"to compile for {name}, its compiler must be installed; pip install 'jkv[aot]'", name=module
         )
+    jax.config.update("jax_enable_compilation_cache", False)
     if module == "libtpu":
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        for variable, value in _NO_TPU.items():
+            os.environ.setdefault(variable, value)
     return topologies.get_topology_desc(**arguments)
 
 
