@@ -87,8 +87,8 @@ _COMPILERS = {
 
 TARGETS = tuple(_COMPILERS)
 
-# Without them only one process at a time may compile, and libtpu waits for a cloud's metadata server, then warns
-# that it found neither workers nor their type. Any type will do: the topology says what is compiled for.
+# Without them only one process at a time may compile, and libtpu waits for a cloud's metadata server, then
+# warns that it found neither workers nor their type. Any type will do: a topology says what to compile for.
 _NO_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
