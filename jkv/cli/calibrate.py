@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jkv.cache.codec import CODECS
 from jkv.cli.fits import check_tokens
 from jkv.cli.options import ModelOptions, check_output, parse, read_text, resolve, show_progress
 from jkv.config import DecodeConfig
@@ -21,7 +22,10 @@ _MAX_CONTEXT = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions):
-    """Measure the scales of the codecs whose names end in _static, on a text, for --scales."""
+    """Measure the scales of the codecs whose names end in _static, on a text, for --scales.
+
+    Those of int8_static, if neither --codec nor a configuration or cache that is named says otherwise.
+    """
 
     text: Path
     """File of UTF-8 text; text that looks like a control token is text."""
@@ -43,11 +47,15 @@ def run(argv: Sequence[str]) -> None:
     """Calibrate as the command line says, and print what was written."""
     arguments, overrides = parse(Arguments, argv, "calibrate")
     _check(arguments)
+    if not _names_codec(arguments, overrides):
+        arguments = replace(arguments, codec="int8_static")
     config = resolve(arguments, overrides, {"out": "cache.scales"})
     exact = _with_exact_cache(config)
     percentile = PERCENTILE if arguments.percentile is None else arguments.percentile
     stored = open_configured(config)
     tokens = load_tokenizer(stored.location).encode(read_text(arguments.text))
+    if not tokens:
+        raise ValueError(f"{arguments.text} must hold a text to measure on, got an empty one")
     context = arguments.context or min(_MAX_CONTEXT, stored.config.max_length)
     pieces = [tokens[start : start + context] for start in range(0, len(tokens), context)]
     # One piece at a time is in the cache, none longer than the first.
@@ -70,6 +78,13 @@ def run(argv: Sequence[str]) -> None:
     print(f"{arguments.out}: scales by {method} per {arguments.per}, from {len(tokens):,} tokens")
 
 
+def _names_codec(arguments: Arguments, overrides: Sequence[str]) -> bool:
+    """Whether anything says how keys or values are stored."""
+    given = (arguments.config, arguments.codec, arguments.value_codec, arguments.window_codec)
+    flags = {flag.partition("=")[0] for flag in overrides}
+    return any(given) or not flags.isdisjoint(("--cache", "--cache.codec"))
+
+
 def _with_exact_cache(config: DecodeConfig) -> DecodeConfig:
     """Return the configuration with all that the model writes kept in float32."""
     codecs = {"codec": "f32", "value_codec": None, "window_codec": None}
@@ -78,6 +93,12 @@ def _with_exact_cache(config: DecodeConfig) -> DecodeConfig:
 
 def _check(arguments: Arguments) -> None:
     check_output("--out", arguments.out)
+    given = [codec for codec in (arguments.codec, arguments.value_codec, arguments.window_codec) if codec]
+    if arguments.codec and not any(CODECS[codec].scaling == "static" for codec in given):
+        raise ValueError(
+            f"scales are measured for a codec whose name ends in _static, got {' and '.join(given)}; "
+            "give --codec int8_static"
+        )
     if arguments.scales is not None:
         raise ValueError("--scales is what other verbs read; jkv calibrate writes --out, drop --scales")
     if arguments.percentile is not None and arguments.method != "percentile":

@@ -24,8 +24,7 @@ def test_calibrated_scales_serve_the_model_that_they_were_measured_on(
     run_jkv, run_json, refusal, talking_tiny, text, out
 ):
     model = ("--model", talking_tiny)
-    codec = ("--codec", "int8_static", "--method", "absmax")
-    said = run_jkv("calibrate", *model, "--text", text, "--out", out, *codec)
+    said = run_jkv("calibrate", *model, "--text", text, "--out", out, "--method", "absmax")
     assert said == f"{out}: scales by absmax per head, from 186 tokens\n"
     flags = ("score", *model, "--text", text, "--codec", "int8_static", "--scales", out)
     (shown,) = run_json(*flags, "--compare", "f32", "--json")
@@ -56,7 +55,7 @@ def test_a_mesh_a_pool_and_short_steps_change_little(run_jkv, talking_tiny, text
     [
         (
             ("--codec", "int8"),
-            "cache.scales: must be left out for int8, got",
+            "scales are measured for a codec whose name ends in _static, got int8; give --codec int8_static",
         ),
         (("--codec", "int8_static", "--scales", "x"), "--scales is what other verbs read"),
         (("--codec", "int8_static", "--percentile", 99.0), "--percentile is for --method percentile alone"),
@@ -74,6 +73,12 @@ def test_what_cannot_be_calibrated_is_refused(refusal, talking_tiny, text, out, 
     said = refusal("calibrate", "--model", talking_tiny, "--text", text, "--out", out, *flags)
     assert message in said
     assert not out.exists()
+
+
+def test_an_empty_text_measures_nothing(refusal, talking_tiny, text, out):
+    text.write_text("")
+    said = refusal("calibrate", "--model", talking_tiny, "--text", text, "--out", out)
+    assert said == f"jkv: {text} must hold a text to measure on, got an empty one"
 
 
 @pytest.mark.parametrize(
