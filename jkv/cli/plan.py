@@ -18,7 +18,7 @@ from jkv.cache.codec import CODECS, PoolLayout, choose_layout
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.cli.compiled import compile_shown, describe_compiled
 from jkv.cli.fits import check_divides, check_packs
-from jkv.cli.options import Flag, parse_alone
+from jkv.cli.options import Flag, check_output, parse_alone
 from jkv.config import CacheSection, CodecName, MeshSection, ModelSection, SizesSection, load_config
 from jkv.config.compose import section_names
 from jkv.config.errors import did_you_mean
@@ -33,6 +33,9 @@ from jkv.plan.page import Settings, page
 from jkv.plan.plot import plot
 
 _PAGE_SIZES = (16, 64, 256)
+_COUNTS = ("batch", "context", "page_size", "devices", "step_tokens", "layers", "kv_heads", "head_dim")
+# Sums and products of what is below it can still be shown as floats.
+_LIMIT = 2**63
 _RESERVE = 0.1
 _STEP_TOKENS = 512
 _UNITS = {"": 1, "B": 1} | {
@@ -68,7 +71,7 @@ class Arguments:
     batch: int | None = None
     """Sequences; as many as fit if left out."""
     context: int | None = None
-    """Tokens of every sequence."""
+    """Tokens of every sequence; the longest that the model reads if left out."""
     context_mix: Path | None = None
     """File of lengths and their shares, as `8192, 0.25`, one a line."""
     cache: str = "paged-bf16"
@@ -102,6 +105,9 @@ class Arguments:
 def run(argv: Sequence[str]) -> None:
     """Plan as the command line says, and print the plan."""
     arguments = parse_alone(Arguments, argv, "plan")
+    for flag, file in (("--plot", arguments.plot), ("--html", arguments.html)):
+        if file is not None:
+            check_output(flag, file)
     if arguments.html is not None and arguments == Arguments(html=arguments.html):
         group = CacheGroup(80, 8, 128, _cache(arguments).codec)
         write_page(arguments.html, Settings(_spec(arguments, [group])))
@@ -252,12 +258,13 @@ def make_deployment(arguments: Arguments) -> Deployment:
     Raises:
         ValueError: as `plan`.
     """
-    mix = _mix(arguments)
-    for name in ("batch", "devices", "step_tokens", "layers", "kv_heads", "head_dim"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in _COUNTS:
+        if (value := getattr(arguments, name)) is not None and not 1 <= value < _LIMIT:
+            bound = "at least 1" if value < 1 else "below 2**63"
+            raise ValueError(f"--{name.replace('_', '-')} must be {bound}, got {value}")
     model = _model(arguments)
     sizes = model and model.sizes
+    mix = _mix(arguments, sizes)
     if sizes is not None and mix.longest > sizes.max_length:
         raise ValueError(
             f"the model reads at most {sizes.max_length:,} tokens, got {mix.longest:,}; shorten the context"
@@ -293,11 +300,15 @@ def parse_bytes(text: str) -> int:
     Raises:
         ValueError: it names none.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE]\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,19}(?:\.\d{0,19})?(?:[eE]\d{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if not found or found[2].lower() not in units or not Fraction(found[1]):
+    unit = units.get(found[2].lower(), 0) if found else 0
+    size = int(Fraction(found[1]) * unit) if found else 0
+    if not size:
         raise ValueError(f"--hbm must be bytes, as 141GB, 80GiB or 16e9, got {text!r}")
-    return int(Fraction(found[1]) * units[found[2].lower()])
+    if size >= _LIMIT:
+        raise ValueError(f"--hbm must be below 2**63 bytes, got {text!r}")
+    return size
 
 
 def preset_names() -> list[str]:
@@ -317,15 +328,16 @@ def load_preset(name: str) -> ModelSection:
     return model
 
 
-def _mix(arguments: Arguments) -> LengthMix:
-    if (arguments.context is None) == (arguments.context_mix is None):
-        raise ValueError("exactly one of --context and --context-mix must be given")
+def _mix(arguments: Arguments, sizes: SizesSection | None) -> LengthMix:
     if arguments.context_mix is not None:
+        if arguments.context is not None:
+            raise ValueError("--context and --context-mix exclude each other, got both")
         return read_mix(arguments.context_mix)
-    assert arguments.context is not None
-    if arguments.context < 1:
-        raise ValueError(f"--context must be at least 1, got {arguments.context}")
-    return one_length(arguments.context)
+    if arguments.context is not None:
+        return one_length(arguments.context)
+    if sizes is None:
+        raise ValueError("--context or --context-mix must be given where no --model says how much it reads")
+    return one_length(sizes.max_length)
 
 
 def _model(arguments: Arguments) -> ModelSection | None:
@@ -440,7 +452,7 @@ def describe(shown: dict[str, Any]) -> str:
         f"{shown['page_size']}, {shown['layout']}), {shown['device_bytes_per_token']:,} on a device",
         f"lengths: {', '.join(f'{part["tokens"]:,} ({part["share"]:.3g})' for part in shown['lengths'])}",
         "",
-        f"a device with its part of {shown['num_sequences']:,} sequences:",
+        f"a device with its part of {shown['num_sequences']:,} sequence{'s' * (shown['num_sequences'] > 1)}:",
         *(_row(_WORDS.get(name) or name, size) for name, size in shown["memory"].items()),
         _row("total", shown["total"]),
     ]

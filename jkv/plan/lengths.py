@@ -12,7 +12,8 @@ from pathlib import Path
 from jkv.config.errors import ConfigError, Place, Problem
 from jkv.config.source import display
 
-_LINE = re.compile(r"(\d+)\s*[,:;\s]\s*(\d+(?:\.\d+)?|\.\d+)\s*%?")
+# At most 18 digits: what is counted for such a length can still be shown.
+_LINE = re.compile(r"(\d{1,18})\s*[,:;\s]\s*(\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})\s*%?")
 _HEADER = re.compile(r"[A-Za-z_]+\s*[,:;\s]\s*[A-Za-z_]+")
 
 

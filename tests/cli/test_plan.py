@@ -123,7 +123,13 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
         ((*BARE, "--hbm", "80 apples"), "--hbm must be bytes, as 141GB, 80GiB or 16e9, got '80 apples'"),
         ((*BARE, "--hbm", "0GB"), "got '0GB'"),
         ((*BARE, "--batch", "1", "--model", "qwen3-8b"), "drop --layers"),
-        ((*BARE, "--batch", "1", "--context-mix", "x"), "exactly one of --context and --context-mix"),
+        ((*BARE, "--batch", "1", "--context-mix", "x"), "--context and --context-mix exclude each other"),
+        ((*BARE[:6], "--batch", "1"), "--context or --context-mix must be given where no --model"),
+        ((*BARE, "--hbm", "1e99"), "--hbm must be below 2**63 bytes, got '1e99'"),
+        ((*BARE, "--hbm", "1e999999999"), "--hbm must be bytes, as 141GB, 80GiB or 16e9, got '1e999999999'"),
+        ((*BARE, "--hbm", "0.1"), "--hbm must be bytes"),
+        ((*BARE, "--batch", f"1{'0' * 400}"), "--batch must be below 2**63, got 1000"),
+        ((*BARE, "--batch", "1", "--html", "none/x.html"), "--html must be a file that can be written"),
         ((*BARE, "--batch", "0"), "--batch must be at least 1, got 0"),
         ((*BARE, "--batch", "1", "--mesh", "single", "--devices", "2"), "drop --devices"),
         ((*BARE, "--batch", "1", "--devices", "3"), "KV heads must split evenly over devices, got 8 over 3"),
@@ -161,6 +167,11 @@ def test_what_cannot_be_planned_is_refused_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wide.yaml").write_text("axes: {wide: 128}\nrules: {mlp: wide}\n")
     assert message in refusal("plan", *argv)
+
+
+def test_a_model_is_planned_for_the_longest_that_it_reads(run_json):
+    (shown,) = run_json("plan", "--model", "qwen3-8b", "--hbm", "80GB", "--json")
+    assert shown["lengths"] == [{"tokens": 40960, "share": 1.0}]
 
 
 def test_a_preset_of_the_working_folder_needs_sizes(refusal, run_json, tmp_path, monkeypatch):
@@ -236,7 +247,7 @@ def test_a_mesh_that_does_not_divide_is_refused_with_those_that_do(refusal):
     said = refusal("plan", "--compile", "--model", "qwen3-30b-a3b", "--context", "512", "--mesh", "v6e-8")
     assert "must split key and value heads evenly, got 4 over 8" in said
     assert said.endswith("meshes that divide it: v5p-64 or v5p-64-experts")
-    said = refusal("plan", "--compile", "--model", "qwen3-30b-a3b", "--mesh", "v6e-8")
+    said = refusal("plan", "--compile", "--model", "qwen3-30b-a3b", "--context", "0", "--mesh", "v6e-8")
     assert "--context" in said
     assert "meshes" not in said
 
