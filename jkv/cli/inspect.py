@@ -34,8 +34,10 @@ _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 class Arguments:
     """Show a model's architecture, parameters, bytes, tokenizer and chat template."""
 
-    model: tyro.conf.Positional[str]
+    name: tyro.conf.Positional[str | None] = None
     """Bundled model's name, GGUF file, folder or hub id."""
+    model: str | None = None
+    """The same, where other verbs take it."""
     json: Flag = False
     """Print one JSON object."""
 
@@ -43,7 +45,10 @@ class Arguments:
 def run(argv: Sequence[str]) -> None:
     """Inspect the model that the command line names, and print what it is."""
     arguments = parse_alone(Arguments, argv, "inspect")
-    shown = inspect(arguments.model)
+    models = [model for model in (arguments.name, arguments.model) if model is not None]
+    if len(models) != 1:
+        raise ValueError(f"one model must be named, as jkv inspect smollm2-135m, got {len(models)}")
+    shown = inspect(models[0])
     if arguments.json:
         print(json.dumps(shown))
         return

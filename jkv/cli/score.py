@@ -56,8 +56,10 @@ def run(argv: Sequence[str]) -> None:
     config = resolve(arguments, overrides)
     if arguments.logits is not None:
         check_output("--logits", arguments.logits)
-    sizes = open_configured(config).config
+    if arguments.compare is not None and arguments.logits is not None:
+        raise ValueError("--compare and --logits exclude each other, got both")
     tokens = read_tokens(arguments, config.model.path)
+    sizes = open_configured(config).config
     plan = check_tokens(
         config,
         sizes,
@@ -67,8 +69,6 @@ def run(argv: Sequence[str]) -> None:
         max_chunk=arguments.chunk,
     )
     plan.require_room()
-    if arguments.compare is not None and arguments.logits is not None:
-        raise ValueError("--compare and --logits exclude each other, got both")
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
         show("scoring")
@@ -139,6 +139,9 @@ def read_tokens(arguments: Arguments, model: str) -> Int[np.ndarray, "batch time
         tokens = _read_array(arguments.tokens)
     else:
         raise ValueError("exactly one of --text and --tokens must be given")
+    if not len(tokens) or tokens.shape[1] < 2:
+        file, (rows, width) = arguments.text or arguments.tokens, tokens.shape
+        raise ValueError(f"{file} must hold at least 2 tokens a row to score, got {rows} rows of {width}")
     return tokens[:, : arguments.max_tokens]
 
 

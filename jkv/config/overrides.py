@@ -7,7 +7,7 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from jkv.config.compose import FOLDERS
@@ -110,7 +110,9 @@ def _problems(report: str, kind: type[Any]) -> list[Problem]:
             _unknown(flag, own_flags(kind))
             for flag in re.findall(r"--[\w.-]+", strangers.split("For full")[0])
         ]
-        return problems or [Problem(COMMAND_LINE, "", "an argument is missing; --help describes it")]
+        # What has no flag has a place on the line.
+        needed = [field.name for field in fields(kind) if field.default is MISSING]
+        return problems or [Problem(COMMAND_LINE, needed[0], "is missing; --help describes it")]
     if wrong := re.search(r"Error parsing (\S+): .*?(?: from |: )(\[.*?\]|'.*?')[. ]", text + " "):
         flag, got = wrong.groups()
         form = re.search(rf"Argument helptext: .*?{re.escape(flag)} (\[.+?\]\]|\S+)", text)

@@ -64,5 +64,11 @@ def test_the_tokenizer_and_its_template_are_shown(talking_tiny):
     assert tokenizer["has_chat_template"]
 
 
+def test_a_model_is_named_once(run_json, refusal, tiny):
+    assert run_json("inspect", "--model", tiny, "--json") == [inspect(tiny)]
+    for names in ((), (tiny, "--model", tiny)):
+        assert "jkv: one model must be named, as jkv inspect smollm2-135m" in refusal("inspect", *names)
+
+
 def test_a_folder_that_is_no_model_is_refused(refusal, tmp_path):
     assert "must hold config.json" in refusal("inspect", tmp_path)

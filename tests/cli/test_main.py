@@ -56,7 +56,8 @@ def test_every_verb_has_help(capsys, verb):
             ("tokenize", "--model", "x", "--text", "y", "--jsn"),
             '--jsn: is not a flag (did you mean "--json"?)',
         ),
-        (("inspect",), "an argument is missing; --help describes it"),
+        (("check",), "config: is missing; --help describes it"),
+        (("bench",), "what: is missing; --help describes it"),
         (("check", "smollm2-cpu", "--mech", "x"), '--mech: is not a flag (did you mean "--mesh"?)'),
     ],
 )

@@ -83,7 +83,8 @@ def test_a_mesh_changes_nothing(run_json, tiny, reference, tokens_file):
         ({"tokens": [[1, 2]]}, ("--text", "x.txt"), "exactly one of --text and --tokens must be given"),
         ({"tokens": [[1, 2]]}, ("--chunk", "0"), "chunk must be at least 1 token, got 0"),
         ({"tokens": [[1, 2]]}, ("--max-tokens", "1"), "--max-tokens must be at least 2, got 1"),
-        ({"tokens": [[1]]}, (), "a score needs at least 2 tokens a row, got 1 rows of 1"),
+        ({"tokens": [[1]]}, (), "tokens.npz must hold at least 2 tokens a row to score, got 1 rows of 1"),
+        ({"tokens": np.zeros((0, 9), int)}, (), "to score, got 0 rows of 9"),
         ({"tokens": [[1, 320]]}, (), "token id 320, outside the vocabulary"),
         ({"tokens": [[1] * 513]}, (), "the model reads at most 512 tokens, got 513; give --max-tokens"),
         ({"tokens": [1, 2]}, (), "must be integers [batch, time], got int64[2]"),
@@ -117,6 +118,13 @@ def test_a_place_for_logits_is_checked_first(refusal, tmp_path):
     for place in (tmp_path, tmp_path / "none" / "out.npz"):
         said = refusal("score", "--model", "none", "--tokens", "none.npz", "--logits", place)
         assert said.startswith(f"jkv: --logits must be a file that can be written, got {place}")
+
+
+def test_tokens_are_read_before_the_model(refusal, tmp_path):
+    file = tmp_path / "none.npz"
+    assert refusal("score", "--model", tmp_path / "none", "--tokens", file).startswith(
+        f"jkv: {file}: No such"
+    )
 
 
 def test_a_cut_array_is_refused(refusal, tiny, tokens_file):
