@@ -77,6 +77,10 @@ def from_canonical(canonical: Canonical, cache: Cache, *, sharding: Sharding | N
         ValueError: the shapes are not those of the cache, or longer than its windows take at once, or the
             cache has other shards than the sharding.
     """
+    layers = [group.num_layers for group in cache.spec.groups]
+    for what, groups in (("keys", canonical.keys), ("values", canonical.values)):
+        if (got := [len(group) for group in groups]) != layers:
+            raise ValueError(f"{what} must be of as many layers a group as the cache's, {layers}, got {got}")
     num_tokens = canonical.keys[0][0].shape[1]
     cache, batch = cache.begin(canonical.lengths, time=num_tokens)
     for group, layers in enumerate(zip(canonical.keys, canonical.values, strict=True)):

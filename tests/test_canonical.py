@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jkv.cache.cache import Cache
+from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.canonical import from_canonical, to_canonical
 
 from .compare import assert_close
@@ -47,6 +48,18 @@ def test_the_canonical_form_is_what_was_stored(layout: str, codec: str):
         assert_close(keys[:length], held(history, row)[0])
         assert_close(values[:length], held(history, row)[1])
         assert (keys[length:] == 0).all()
+
+
+def test_a_form_of_other_layers_or_rows_is_refused():
+    one = CacheSpec.create([CacheGroup(1, 2, 4)], page_size=4)
+    two = CacheSpec.create([CacheGroup(2, 2, 4)], page_size=4)
+    canonical = to_canonical(Cache.dense(one, num_sequences=2, capacity=4))
+    with pytest.raises(
+        ValueError, match=r"keys must be of as many layers a group as the cache's, \[2\], got"
+    ):
+        from_canonical(canonical, Cache.dense(two, num_sequences=2, capacity=4))
+    with pytest.raises(ValueError, match="lens must have the shapes"):
+        from_canonical(canonical, Cache.dense(one, num_sequences=3, capacity=4))
 
 
 def test_a_window_gives_what_it_still_keeps():

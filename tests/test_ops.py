@@ -141,7 +141,8 @@ def test_an_append_to_no_layer_is_refused(where: tuple[int, int], message: str):
     ("options", "message"),
     [
         ((0, None, None), "window must be at least 1 token, got 0"),
-        ((None, 0.0, None), r"soft_cap must be above 0, got 0\.0"),
+        ((None, 0.0, None), r"soft_cap must be above 0 and finite, got 0\.0"),
+        ((None, float("nan"), None), "soft_cap must be above 0 and finite, got nan"),
         ((None, None, jnp.zeros(1)), r"sinks must be one a query head, \(4,\), got \(1,\)"),
     ],
 )

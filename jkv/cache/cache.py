@@ -9,11 +9,13 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.batch import Outputs, TokenBatch
 from jkv.cache.encoding import Stored
-from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.cache.spec import CacheGroup, CacheSpec, is_whole
 from jkv.pytree import State, pytree, static
 from jkv.sharding import Sharding
 
@@ -89,9 +91,10 @@ class Cache(State):
             sharding: where the arrays are born; nothing is ever materialized whole.
 
         Raises:
-            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
+            ValueError: a size is not positive, scales are missing or not positive, or the mesh does not
+                divide it.
         """
-        if num_sequences < 1 or capacity < 1:
+        if not is_whole(num_sequences, capacity, at_least=1):
             raise ValueError(
                 f"a dense cache needs at least one sequence and one token, got {num_sequences} and {capacity}"
             )
@@ -122,9 +125,9 @@ class Cache(State):
             sharding: as `dense`.
 
         Raises:
-            ValueError: a size is not positive, scales are missing, or the mesh does not divide it.
+            ValueError: as `dense`.
         """
-        if num_sequences < 1 or capacity < 1 or min(num_pages, default=0) < 1:
+        if not is_whole(num_sequences, capacity, *num_pages, at_least=1):
             raise ValueError(
                 "a paged cache needs at least one sequence, one token and one page, "
                 f"got {num_sequences}, {capacity} and {tuple(num_pages)}"
@@ -141,13 +144,9 @@ class Cache(State):
         """Return the cache with other page tables, one a group; -1 is no page.
 
         Raises:
-            ValueError: a table's shape is not that of the one it replaces.
+            ValueError: a table's shape is not that of the one it replaces, or it holds no integers.
         """
-        shapes = [pool.page_table.shape for pool in self.pools]
-        if [table.shape for table in tables] != shapes:
-            raise ValueError(
-                f"page tables must have the shapes {shapes}, got {[table.shape for table in tables]}"
-            )
+        check_integers("page tables", tables, [pool.page_table.shape for pool in self.pools])
         pairs = zip(self.pools, tables, strict=True)
         return self.replace(
             pools=tuple(pool.replace(page_table=jnp.asarray(table, jnp.int32)) for pool, table in pairs)
@@ -167,15 +166,15 @@ class Cache(State):
             outputs: see `TokenBatch`.
 
         Raises:
-            ValueError: `time` is more than the `max_chunk` that the windows keep room for, or `outputs` is
-                unknown.
+            ValueError: `time` is none, or more than the `max_chunk` that the windows keep room for, `lens` is
+                not one integer a sequence, or `outputs` is unknown.
         """
+        self._check_step("time", time, lens, outputs)
         if time > self.spec.max_chunk and any(self.is_ring(group) for group in range(len(self.pools))):
             raise ValueError(
                 f"a step must have at most max_chunk = {self.spec.max_chunk} tokens a sequence where a group "
                 f"has a window, got {time}"
             )
-        _check_outputs(outputs)
         lens = jnp.maximum(lens, 0)
         steps = jnp.arange(time, dtype=jnp.int32)[None]
         accepted = jnp.where((lens <= time) & self._has_room(lens), lens, 0)
@@ -200,9 +199,9 @@ class Cache(State):
             outputs: see `TokenBatch`.
 
         Raises:
-            ValueError: `outputs` is unknown.
+            ValueError: `num_tokens` is none, `lens` is not one integer a sequence, or `outputs` is unknown.
         """
-        _check_outputs(outputs)
+        self._check_step("num_tokens", num_tokens, lens, outputs)
         lens = jnp.maximum(lens, 0)
         # What cannot fit is not counted further: a sum of it might overflow.
         counts = jnp.minimum(lens, num_tokens + 1)
@@ -225,6 +224,13 @@ class Cache(State):
             offsets=offsets,
             outputs=outputs,
         )
+
+    def _check_step(self, name: str, width: int, lens: Any, outputs: Outputs) -> None:
+        if not is_whole(width, at_least=1):
+            raise ValueError(f"{name} must be whole and at least 1, got {width}")
+        check_integers("lens", [lens], [self.lengths.shape])
+        if outputs not in get_args(Outputs):
+            raise ValueError(f"outputs must be one of {get_args(Outputs)}, got {outputs!r}")
 
     def _has_room(self, lens: Int[Array, " seq"]) -> Bool[Array, " seq"]:
         """Whether each sequence's new tokens fit in its capacity and in the pages that its tables name."""
@@ -252,7 +258,11 @@ class Cache(State):
 
         A sequence is left as it is where a window has overwritten what the shorter one would see, or where
         its end lies within a run of slots whose keys are no longer kept as they were given.
+
+        Raises:
+            ValueError: `lengths` is not one integer a sequence.
         """
+        check_integers("lengths", [lengths], [self.lengths.shape])
         shorter = jnp.minimum(self.lengths, jnp.maximum(lengths, 0))
         can_cut = jnp.ones_like(shorter, bool)
         for index, (pool, group) in enumerate(zip(self.pools, self.spec.groups, strict=True)):
@@ -335,9 +345,20 @@ def check_shards(cache: Cache, sharding: Sharding | None) -> None:
         )
 
 
-def _check_outputs(outputs: Outputs) -> None:
-    if outputs not in get_args(Outputs):
-        raise ValueError(f"outputs must be one of {get_args(Outputs)}, got {outputs!r}")
+def check_integers(
+    what: str, arrays: Sequence[Any], shapes: Sequence[tuple[int, ...]], kind: type = np.integer
+) -> None:
+    """Refuse arrays of other shapes, which would be broadcast, or of other entries than integers.
+
+    Raises:
+        ValueError: says what `what` should have been, and what it is.
+    """
+    got = [np.shape(array) for array in arrays]
+    if got != list(shapes):
+        raise ValueError(f"{what} must have the shapes {list(shapes)}, got {got}")
+    if wrong := [dtype for array in arrays if not jnp.issubdtype(dtype := jnp.result_type(array), kind)]:
+        entries = "integers" if kind is np.integer else "booleans"
+        raise ValueError(f"{what} must be {entries}, got {wrong[0]}")
 
 
 def _slots(
@@ -382,6 +403,10 @@ def _check_scales(spec: CacheSpec, scales: Scales | None) -> Scales:
             got = None if scale is None else scale.shape
             if got != shape:
                 raise ValueError(f"calibrated scales of {what} must have the shape {shape}, got {got}")
+            # Traced ones are taken on trust.
+            known = np.ones(1) if scale is None or isinstance(scale, Tracer) else np.asarray(scale)
+            if not (np.isfinite(known) & (known > 0)).all():
+                raise ValueError(f"calibrated scales of {what} must be finite and positive, got others")
     return given
 
 

@@ -118,9 +118,10 @@ class Codec:
         if self.entry == "int4" and head_dim % 2:
             raise ValueError(f"head_dim must be even for int4, two entries a byte, got {head_dim}")
         if self.scaling == "slots" and (head_dim % MIN_SPAN or page_size % MIN_SPAN):
+            remedy = "" if head_dim % MIN_SPAN else "change page_size, or "
             raise ValueError(
                 f"int4 keys need a page_size and a head_dim that are multiples of {MIN_SPAN}, "
-                f"got {page_size} and {head_dim}; change page_size, or use int4_token"
+                f"got {page_size} and {head_dim}; {remedy}use int4_token"
             )
 
     def page_shapes(self, *, page_size: int, head_dim: int) -> dict[str, ArraySpec]:

@@ -9,14 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jkv.cache.cache import Cache, Pool, cache_axes, check_shards
+from jkv.cache.cache import Cache, Pool, cache_axes, check_integers, check_shards
 from jkv.sharding import Sharding
 
 
 def clear(cache: Cache, is_cleared: Bool[Array, " seq"]) -> Cache:
-    """Return the cache with the marked sequences empty; their tables still name the same pages."""
+    """Return the cache with the marked sequences empty; their tables still name the same pages.
+
+    Raises:
+        ValueError: `is_cleared` is not one boolean a sequence.
+    """
+    check_integers("is_cleared", [is_cleared], [cache.lengths.shape], np.bool_)
     counts = (cache.lengths, cache.peaks, cache.num_dropped)
     lengths, peaks, num_dropped = (jnp.where(is_cleared, 0, count) for count in counts)
     return cache.replace(lengths=lengths, peaks=peaks, num_dropped=num_dropped)
@@ -30,12 +36,13 @@ def select(cache: Cache, rows: Int[Array, " seq"], *, sharding: Sharding | None 
 
     Args:
         cache: consumed where the caller donates it. One layer of it is copied at a time.
-        rows: in `[0, seq)`.
+        rows: in `[0, seq)`; a sequence of another row is empty.
         sharding: that of the cache.
 
     Raises:
-        ValueError: the cache has other shards than the sharding.
+        ValueError: `rows` is not one integer a sequence, or the cache has other shards than the sharding.
     """
+    check_integers("rows", [rows], [cache.lengths.shape])
 
     def local(cache: Cache, stripe: Any, rows: Int[Array, " seq"]) -> Cache:
         pools = tuple(
@@ -61,24 +68,22 @@ def fork(
 
     Args:
         cache: consumed where the caller donates it.
-        rows: in `[0, seq)`.
+        rows: in `[0, seq)`; a sequence of another row is empty.
         pages: for each group the pages that each sequence copies to: one, or for a window as many as its
             table is wide. -1 where there is nothing to copy. A page that is needed and not given is left out
             of the table, so that the next write is refused. Of several stripes, in that of the page copied.
         sharding: that of the cache.
 
     Raises:
-        ValueError: `pages` does not have these shapes, or the cache has other shards than the sharding.
+        ValueError: `rows` or `pages` do not have these shapes or are no integers, or the cache has other
+            shards than the sharding.
     """
     num_seqs = cache.lengths.shape[0]
     widths = [
         pool.page_table.shape[1] if cache.is_ring(index) else 1 for index, pool in enumerate(cache.pools)
     ]
-    if [page.shape for page in pages] != [(num_seqs, width) for width in widths]:
-        raise ValueError(
-            f"pages must have the shapes {[(num_seqs, width) for width in widths]}, "
-            f"got {[page.shape for page in pages]}"
-        )
+    check_integers("rows", [rows], [(num_seqs,)])
+    check_integers("pages", pages, [(num_seqs, width) for width in widths])
     return _on_shards(_fork, cache, sharding, rows, *pages)
 
 
@@ -92,7 +97,7 @@ def _fork(cache: Cache, stripe: Any, rows: Int[Array, " seq"], *pages: Int[Array
         columns = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
         is_copied = jnp.ones(table.shape, bool)
         if not cache.is_ring(index):
-            lengths = cache.lengths[rows][:, None]
+            lengths = _of_rows(cache.lengths, rows)[:, None]
             is_partial = jax.lax.rem(lengths, jnp.int32(page_size)) > 0
             is_copied = is_partial & (columns == jax.lax.div(lengths, jnp.int32(page_size)))
             # Past what it continues, a sequence owns nothing.
@@ -116,14 +121,20 @@ def copy_pages(
 
     Args:
         cache: consumed where the caller donates it; its tables are left to `Cache.assign`.
-        sources: pages of each group; -1 copies none. On a mesh those of each shard of pages, as many of each,
-            one after another: shards of sequences first, of each its stripes.
+        sources: pages of each group; -1, as any that is none of the pool's, copies none. On a mesh those of
+            each shard of pages, as many of each, one after another: shards of sequences first, of each its
+            stripes.
         targets: where each goes, all different.
         sharding: that of the cache.
 
     Raises:
-        ValueError: the cache has other shards than the sharding.
+        ValueError: there is not one array a group, a source has no target, pages are no integers, or the
+            cache has other shards than the sharding.
     """
+    if len(sources) != len(cache.pools):
+        raise ValueError(f"pages are copied in each group, got {len(sources)} for {len(cache.pools)}")
+    check_integers("sources", sources, [source.shape for source in sources])
+    check_integers("targets", targets, [source.shape for source in sources])
 
     def local(cache: Cache, stripe: Any, *pages: Int[Array, "_"]) -> Cache:
         triples = zip(cache.pools, pages[: len(sources)], pages[len(sources) :], strict=True)
@@ -161,7 +172,7 @@ def _of_stripe(cache: Cache, stripe: Any, table: Int[Array, "seq max_pages"]) ->
 
 def _with_rows(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:
     """Take what sequences have beside their pages from the rows that they continue."""
-    counts = {name: getattr(old, name)[rows] for name in ("lengths", "peaks", "num_dropped")}
+    counts = {name: _of_rows(getattr(old, name), rows) for name in ("lengths", "peaks", "num_dropped")}
 
     def recent(pool: Pool) -> jax.Array | None:
         if pool.recent is None:
@@ -170,6 +181,12 @@ def _with_rows(cache: Cache, old: Cache, rows: Int[Array, " seq"]) -> Cache:
         return by_layer[:, rows].reshape(pool.recent.shape)
 
     return cache.replace(pools=tuple(pool.replace(recent=recent(pool)) for pool in cache.pools), **counts)
+
+
+def _of_rows(counts: Int[Array, " seq"], rows: Int[Array, " seq"]) -> Int[Array, " seq"]:
+    """Return each sequence's count in the row that it continues; 0 where there is no such row."""
+    is_row = (rows >= 0) & (rows < rows.shape[0])
+    return jnp.where(is_row, counts[rows], 0)
 
 
 def _copy(pool: Pool, sources: Int[Array, "*pair"], targets: Int[Array, "*pair"]) -> Pool:

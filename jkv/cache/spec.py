@@ -5,6 +5,7 @@ Imports no JAX, so that capacity can be planned anywhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from jkv.cache.codec import ArraySpec, Codec, PoolLayout, find_codecs
@@ -13,7 +14,7 @@ GroupKind = Literal["gqa", "latent"]
 
 # Pages that share a block of the GPU kernel's 64 tokens; larger ones hold whole blocks. Mosaic's tiles for a
 # GPU's matrix units are 8 rows high.
-_GPU_BLOCK, _GPU_SMALL_PAGES = 64, (8, 16, 32)
+GPU_BLOCK, GPU_SMALL_PAGES = 64, (8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class CacheGroup:
         """
         if self.kind == "latent":
             return self
-        if self.num_kv_heads % num_ways:
+        if not is_whole(num_ways, at_least=1) or self.num_kv_heads % num_ways:
             raise ValueError(
                 f"KV heads must split evenly over devices, got {self.num_kv_heads} over {num_ways}; "
                 "split them fewer ways"
@@ -158,14 +159,14 @@ class CacheSpec:
             raise ValueError("a cache needs at least one group, got none")
         for group in groups:
             _check_group(group)
-        if page_size < 1 or max_chunk < 1:
+        if not is_whole(page_size, max_chunk, at_least=1):
             raise ValueError(
-                f"page_size and max_chunk must be at least 1 token, got {page_size} and {max_chunk}"
+                f"page_size and max_chunk must be whole and at least 1 token, got {page_size} and {max_chunk}"
             )
         for group in groups:
             for codec, dim in zip(group.codecs, group.dims, strict=True):
                 codec.check(head_dim=dim, page_size=page_size)
-        if num_stripes < 1:
+        if not is_whole(num_stripes, at_least=1):
             raise ValueError(f"pages must have at least 1 stripe, got {num_stripes}")
         spec = cls(tuple(groups), page_size, max_chunk, layout, num_stripes)
         _check_layout(spec)
@@ -205,7 +206,11 @@ class CacheSpec:
         """Return the pages that a sequence of `num_tokens` takes in a group, those of all stripes.
 
         A window's are bounded, by as many of each stripe.
+
+        Raises:
+            ValueError: the tokens are no count, here and in all that follows.
         """
+        _check_counts("num_tokens", num_tokens)
         pages, window = -(-num_tokens // self.page_size), self.groups[group].window
         if window is None:
             return pages
@@ -236,10 +241,17 @@ class CacheSpec:
         Without a codec's scales, windows and padding it is `2 * B * S * L * H_kv * d_h * p`, S in whole
         pages.
         """
+        _check_counts("num_sequences", num_sequences)
         return num_sequences * self.bytes_for(capacity) + self.scale_bytes
 
     def paged_bytes(self, num_sequences: int, num_pages: Sequence[int]) -> int:
         """Return the bytes of the pools of a paged cache with so many pages a group."""
+        _check_counts("num_sequences", num_sequences)
+        _check_counts("num_pages", *num_pages)
+        if len(num_pages) != len(self.groups):
+            raise ValueError(
+                f"num_pages must have one entry a group, got {len(num_pages)} for {len(self.groups)}"
+            )
         return (
             num_sequences * self.bytes_per_sequence
             + self.scale_bytes
@@ -251,11 +263,13 @@ class CacheSpec:
 
     def table_bytes(self, num_sequences: int, capacity: int) -> int:
         """Return the bytes of the page tables, and of three counts a sequence."""
+        _check_counts("num_sequences", num_sequences)
         width = sum(self.table_width(capacity, group) for group in range(len(self.groups)))
         return 4 * num_sequences * (width + 3)
 
     def tokens_in(self, budget_bytes: int) -> int:
         """Return the tokens, in whole pages, whose keys and values fit in `budget_bytes` of each device."""
+        _check_counts("budget_bytes", budget_bytes)
         return self.num_stripes * (budget_bytes // self.padded_bytes_per_page) * self.page_size
 
     def split_heads(self, num_ways: int) -> "CacheSpec":
@@ -267,15 +281,27 @@ class CacheSpec:
         return replace(self, groups=tuple(group.split_heads(num_ways) for group in self.groups))
 
 
+def is_whole(*sizes: Any, at_least: int) -> bool:
+    """Whether all sizes are integers, Python's or NumPy's, of at least so much."""
+    wholes = [int(size) for size in sizes if isinstance(size, Integral) and not isinstance(size, bool)]
+    return len(wholes) == len(sizes) and all(size >= at_least for size in wholes)
+
+
+def _check_counts(name: str, *counts: Any) -> None:
+    if not is_whole(*counts, at_least=0):
+        raise ValueError(f"{name} must be whole and at least 0, got {', '.join(map(str, counts))}")
+
+
 def _check_group(group: CacheGroup) -> None:
     sizes = (group.num_layers, group.num_kv_heads, group.head_dim)
-    if min(sizes) < 1:
-        raise ValueError(f"a group's layers, KV heads and head_dim must be positive, got {sizes}")
-    if group.window is not None and group.window < 1:
-        raise ValueError(f"window must be at least 1 token, got {group.window}")
+    if not is_whole(*sizes, at_least=1):
+        raise ValueError(f"a group's layers, KV heads and head_dim must be whole and positive, got {sizes}")
+    if group.window is not None and not is_whole(group.window, at_least=1):
+        raise ValueError(f"window must be whole and at least 1 token, got {group.window}")
     if group.kind not in get_args(GroupKind):
         raise ValueError(f"a group's kind must be one of {get_args(GroupKind)}, got {group.kind!r}")
-    if group.kind == "latent" and (group.num_kv_heads != 1 or group.rope_dim < 1 or group.value_codec):
+    is_rotated = is_whole(group.rope_dim, at_least=1)
+    if group.kind == "latent" and (group.num_kv_heads != 1 or not is_rotated or group.value_codec):
         raise ValueError(
             "a latent group must have 1 KV head, a positive rope_dim and no value_codec, "
             f"got {group.num_kv_heads}, {group.rope_dim} and {group.value_codec}; rope_codec stores the rest"
@@ -290,8 +316,8 @@ def _check_group(group: CacheGroup) -> None:
 def _check_layout(spec: CacheSpec) -> None:
     if spec.layout not in get_args(PoolLayout):
         raise ValueError(f"a pool's layout must be one of {get_args(PoolLayout)}, got {spec.layout!r}")
-    if spec.layout == "gpu" and spec.page_size not in _GPU_SMALL_PAGES and spec.page_size % _GPU_BLOCK:
+    if spec.layout == "gpu" and spec.page_size not in GPU_SMALL_PAGES and spec.page_size % GPU_BLOCK:
         raise ValueError(
-            f"page_size must be {', '.join(map(str, _GPU_SMALL_PAGES))} or a multiple of {_GPU_BLOCK} in the "
+            f"page_size must be {', '.join(map(str, GPU_SMALL_PAGES))} or a multiple of {GPU_BLOCK} in the "
             f"layout 'gpu', got {spec.page_size}"
         )

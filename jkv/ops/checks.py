@@ -3,6 +3,7 @@
 Knows sizes; every refusal names them.
 """
 
+import math
 from typing import Any
 
 from jaxtyping import Array, Int
@@ -19,8 +20,8 @@ def check_options(query: Any, window: int | None, soft_cap: float | None, sinks:
     """Refuse options that are out of their range."""
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, got {window}")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap must be above 0, got {soft_cap}; None is none")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap must be above 0 and finite, got {soft_cap}; None is none")
     if sinks is not None and sinks.shape != query.shape[2:3]:
         raise ValueError(f"sinks must be one a query head, {query.shape[2:3]}, got {sinks.shape}")
 

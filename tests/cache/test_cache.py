@@ -333,9 +333,44 @@ def test_calibrated_scales_are_asked_for_and_copied():
     with pytest.raises(ValueError, match=r"scales of keys must have the shape \(2, 2\), got None"):
         Cache.dense(spec, num_sequences=1, capacity=4)
     scales = jnp.ones((2, NUM_HEADS))
+    for wrong in (0.0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="scales of values must be finite and positive"):
+            Cache.dense(spec, num_sequences=1, capacity=4, scales=[(scales, scales.at[1, 1].set(wrong))])
     cache = Cache.dense(spec, num_sequences=1, capacity=4, scales=[(scales, scales)])
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((cache, scales))}
     assert len(pointers) == len(jax.tree.leaves((cache, scales)))
+
+
+ONE = jnp.ones(1, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cache: cache.begin(ONE, time=1), r"lens must have the shapes \[\(2,\)\], got \[\(1,\)\]"),
+        (
+            lambda cache: cache.begin(jnp.ones(2, jnp.int32), time=0),
+            "time must be whole and at least 1, got 0",
+        ),
+        (lambda cache: cache.begin_ragged(ONE, num_tokens=1), "lens must have the shapes"),
+        (lambda cache: cache.truncate(ONE), "lengths must have the shapes"),
+        (lambda cache: sequences.clear(cache, ONE > 0), "is_cleared must have the shapes"),
+        (lambda cache: sequences.select(cache, ONE), "rows must have the shapes"),
+        (lambda cache: sequences.fork(cache, ONE, [ONE[None]]), "rows must have the shapes"),
+        (lambda cache: sequences.copy_pages(cache, [], []), "copied in each group, got 0 for 1"),
+        (lambda cache: sequences.copy_pages(cache, [ONE], [jnp.ones(2, jnp.int32)]), "targets must have"),
+    ],
+)
+def test_what_has_not_one_entry_a_sequence_is_refused_and_not_broadcast(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        call(make_cache(rows=2))
+
+
+def test_a_sequence_that_continues_no_row_is_empty():
+    cache = held(make_cache(rows=3), 4)
+    rows, pages = jnp.array([2, 3, -1], jnp.int32), [jnp.full((3, 1), -1, jnp.int32)]
+    for moved in (sequences.select(cache, rows), sequences.fork(cache, rows, pages)):
+        assert moved.lengths.tolist() == [4, 0, 0]
 
 
 @pytest.mark.parametrize(

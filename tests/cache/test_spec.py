@@ -142,9 +142,11 @@ def test_groups_add_up():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_layers": 0}, r"must be positive, got \(0, 2, 8\)"),
-        ({"head_dim": -8}, r"must be positive, got \(3, 2, -8\)"),
+        ({"num_layers": 0}, r"must be whole and positive, got \(0, 2, 8\)"),
+        ({"head_dim": -8}, r"must be whole and positive, got \(3, 2, -8\)"),
         ({"page_size": 0}, "at least 1 token, got 0"),
+        ({"codec": "int4", "page_size": 12}, "got 12 and 8; change page_size, or use int4_token"),
+        ({"codec": "int4", "head_dim": 20, "page_size": 64}, "got 64 and 20; use int4_token"),
         ({"codec": "int4", "head_dim": 7}, "even for int4, two entries a byte, got 7"),
         ({"layout": "gpu", "page_size": 24}, "8, 16, 32 or a multiple of 64 in the layout 'gpu', got 24"),
         ({"kind": "latent", "rope_dim": 4}, "must have 1 KV head, .* got 2, 4 and None"),
@@ -156,19 +158,38 @@ def test_sizes_that_make_no_cache_are_refused(options: dict, message: str):
         make_spec(**options)
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_and_parts_of_sizes_are_refused():
     # In a process of its own: here jaxtyping's hook refuses them first.
     code = (
         "from jkv.cache.spec import CacheGroup, CacheSpec\n"
-        "for options, layout in (({'kind': 'mla'}, 'plain'), ({}, 'npu')):\n"
-        "    try: CacheSpec.create([CacheGroup(1, 1, 8, **options)], page_size=8, layout=layout)\n"
+        "kind, window = {'kind': 'mla'}, {'window': 1.5}\n"
+        "for group, spec in ((kind, {}), ({}, {'layout': 'npu'}), (window, {}), ({}, {'page_size': 8.0})):\n"
+        "    try: CacheSpec.create([CacheGroup(1, 1, 8, **group)], **{'page_size': 8, **spec})\n"
         "    except ValueError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == [
         "a group's kind must be one of ('gqa', 'latent'), got 'mla'",
         "a pool's layout must be one of ('plain', 'tpu', 'gpu'), got 'npu'",
+        "window must be whole and at least 1 token, got 1.5",
+        "page_size and max_chunk must be whole and at least 1 token, got 8.0 and 256",
     ]
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (lambda spec: spec.tokens_in(-1), "budget_bytes must be whole and at least 0, got -1"),
+        (lambda spec: spec.bytes_for(-1), "num_tokens must be whole and at least 0, got -1"),
+        (lambda spec: spec.dense_bytes(-1, 8), "num_sequences must be whole and at least 0, got -1"),
+        (lambda spec: spec.paged_bytes(1, [-3]), "num_pages must be whole and at least 0, got -3"),
+        (lambda spec: spec.paged_bytes(1, [3, 4]), "one entry a group, got 2 for 1"),
+        (lambda spec: spec.split_heads(0), "must split evenly over devices, got 2 over 0"),
+    ],
+)
+def test_what_is_no_count_has_no_bytes(count, message: str):
+    with pytest.raises(ValueError, match=message):
+        count(make_spec())
 
 
 def test_a_cache_without_groups_is_refused():
