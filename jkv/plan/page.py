@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from jkv.cache.codec import CODECS, MAX_SPAN, MIN_SPAN, OF_VALUES
-from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.cache.codec import CODECS, MAX_SPAN, MIN_SPAN, OF_VALUES, PoolLayout
+from jkv.cache.spec import GPU_BLOCK, GPU_SMALL_PAGES, CacheGroup, CacheSpec
 from jkv.config import SizesSection
 from jkv.plan.decoder import cache_groups, parameters
 
@@ -55,6 +55,8 @@ def page(models: Mapping[str, SizesSection], settings: Settings) -> str:
         "min_span": MIN_SPAN,
         "max_span": MAX_SPAN,
         "max_chunk": spec.max_chunk,
+        "layouts": get_args(PoolLayout),
+        "gpu_pages": {"small": GPU_SMALL_PAGES, "block": GPU_BLOCK},
         "presets": {name: _preset(sizes) for name, sizes in models.items()},
         "initial": {
             "b": settings.num_sequences,
@@ -64,6 +66,7 @@ def page(models: Mapping[str, SizesSection], settings: Settings) -> str:
             "rest": -(-settings.taken // 10**6) / 1000,
             "k": first.codec,
             "v": first.value_codec or first.codec,
+            "layout": spec.layout,
             **_sizes(spec.groups),
         },
     }

@@ -48,6 +48,7 @@ for (const hash of __HASHES__) {
 move("b", 7);
 move("l-slider", 9);
 move("k", "int8", "change");
+move("layout", "tpu", "change");
 move("model", "gemma-3-27b", "change");
 move("d", "-3");
 $("found").textContent = JSON.stringify(found);
@@ -56,7 +57,7 @@ $("found").textContent = JSON.stringify(found);
 
 def make_state(**changes: Any) -> dict[str, Any]:
     state = {"b": 32, "s": 8192, "l": 80, "h": 8, "d": 128, "page": 64, "hbm": 141, "rest": 0}
-    return state | {"k": "bf16", "v": "bf16", "w": 0, "g": 0, "r": 0} | changes
+    return state | {"k": "bf16", "v": "bf16", "w": 0, "g": 0, "r": 0, "layout": "plain"} | changes
 
 
 def make_spec(state: dict[str, Any], k: str, v: str) -> CacheSpec:
@@ -67,7 +68,7 @@ def make_spec(state: dict[str, Any], k: str, v: str) -> CacheSpec:
         sizes |= {"num_kv_heads": 1, "value_codec": None, "kind": "latent", "rope_dim": state["r"]}
     parts = ((state["l"] - windowed, None), (windowed, state["w"]))
     groups = [CacheGroup(num_layers=count, window=window, **sizes) for count, window in parts if count]
-    return CacheSpec.create(groups, page_size=state["page"])
+    return CacheSpec.create(groups, page_size=state["page"], layout=state["layout"])
 
 
 STATES = [
@@ -80,6 +81,11 @@ STATES = [
     make_state(l=61, h=1, d=512, r=64, k="f32", hbm=1),
     make_state(page=8, k="int4", v="int4"),
     make_state(l=61, h=1, d=512, r=64, k="int4"),
+    make_state(b=3, s=8191, l=7, h=3, d=80, page=16, k="int8", v="int4", layout="tpu"),
+    make_state(s=700, l=13, h=5, w=512, g=3, k="int8_static", v="bf16", layout="tpu"),
+    make_state(s=100, d=64, page=8, k="int4", v="int4", layout="tpu"),
+    make_state(l=61, h=1, d=576, r=64, page=128, k="int4", layout="tpu"),
+    make_state(page=32, layout="gpu"),
 ]
 
 
@@ -96,29 +102,32 @@ def open_page(folder: Path, states: list[dict[str, Any]]) -> list[dict[str, Any]
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_the_page_computes_what_python_computes(tmp_path):
-    found = open_page(
-        tmp_path, [*STATES, make_state(d=127, k="int4", v="int4"), make_state(page=4, k="int4")]
-    )
+    odd, small = make_state(d=127, k="int4", v="int4"), make_state(page=4, k="int4")
+    found = open_page(tmp_path, [*STATES, odd, small, make_state(page=24, layout="gpu")])
     for state, shown in zip(STATES, found, strict=False):
         spec = make_spec(state, state["k"], state["v"])
         assert int(shown["cache"]) == spec.dense_bytes(state["b"], state["s"])
-        assert int(shown["token"]) == spec.bytes_per_token
+        assert int(shown["token"]) == spec.padded_bytes_per_token
         room = int((state["hbm"] - state["rest"]) * 10**9) - spec.scale_bytes
         assert int(shown["fits"]) == room // spec.bytes_for(state["s"])
         planned = {name: make_spec(state, name, name).dense_bytes(state["b"], state["s"]) for name in CODECS}
         assert {name: int(size) for name, size in shown["codecs"].items()} == planned
-    refused, small, *moved = found[len(STATES) :]
+    refused, small, gpu, *moved = found[len(STATES) :]
     assert refused["refusal"] == "head_dim must be even for int4, two entries a byte, got 127"
     assert (refused["cache"], refused["codecs"]["int4"]) == ("", "")
     with pytest.raises(ValueError, match="int4 keys need") as refusal:
         make_spec(make_state(page=4), "int4", "bf16")
     assert small["refusal"] == str(refusal.value)
-    fewer, layers, int8, preset, wrong = moved
+    with pytest.raises(ValueError, match="a multiple of 64") as refusal:
+        make_spec(make_state(page=24, layout="gpu"), "bf16", "bf16")
+    assert gpu["refusal"] == str(refusal.value)
+    fewer, layers, int8, tpu, preset, wrong = moved
     assert "b=7&" in fewer["hash"]
     # The tenth stop of the layers' slider is ten layers.
     assert "l=10&" in layers["hash"]
     assert "k=int8&v=int8" in int8["hash"]
-    sizes = make_state(b=7, l=62, h=16, d=128, w=1024, g=10, k="int8", v="int8")
+    assert "layout=tpu" in tpu["hash"]
+    sizes = make_state(b=7, page=24, layout="tpu", l=62, h=16, d=128, w=1024, g=10, k="int8", v="int8")
     assert preset["model"] == "gemma-3-27b"
     assert int(preset["cache"]) == make_spec(sizes, "int8", "int8").dense_bytes(7, 8192)
     assert wrong["hash"] == preset["hash"]
@@ -138,7 +147,7 @@ def test_the_page_starts_with_the_settings():
     data = json.loads(re.search(r'id="data">(.*?)</script>', page(models, settings))[1])
     assert data["initial"] == {
         **{"b": 3, "s": 500, "l": 8, "h": 4, "d": 64, "page": 32, "hbm": 80.0, "rest": 1.001},
-        **{"k": "int8", "v": "int8", "w": 128, "g": 2, "r": 0},
+        **{"k": "int8", "v": "int8", "w": 128, "g": 2, "r": 0, "layout": "plain"},
     }
     assert data["max_chunk"] == 16
     assert list(data["codecs"]) == list(CODECS)
