@@ -3,9 +3,11 @@
 Reads a `ModelConfig`; knows no file format and no loop.
 """
 
+import functools
 from collections import Counter
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -112,6 +114,35 @@ def _mlp(config: ModelConfig, layer: int, **options: Any) -> GatedMLP | MoE:
     return MoE(config.embed_dim, mixture.mlp_dim, mixture.routing, shared_dim=mixture.shared_dim, **options)
 
 
+def _run(
+    layer: Block,
+    x: Float[Array, "seq time embed"],
+    cache: Cache | None,
+    batch: TokenBatch | None,
+    rotation: Rotation,
+    where: tuple[int, int],
+) -> tuple[Float[Array, "seq time embed"], Cache | None]:
+    """Run a layer in its place; those that differ in weights and index alone are traced and lowered once."""
+    group, index = where
+    return _run_parts(*nnx.split(layer), x, cache, jnp.int32(index), batch, rotation, group=group)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "group"))
+def _run_parts(
+    graph: Any,
+    state: Any,
+    x: Float[Array, "seq time embed"],
+    cache: Cache | None,
+    index: Int[Array, ""],
+    batch: TokenBatch | None,
+    rotation: Rotation,
+    *,
+    group: int,
+) -> tuple[Float[Array, "seq time embed"], Cache | None]:
+    layer = nnx.merge(graph, state)
+    return layer(x, cache, where=(group, index), batch=batch, rotation=rotation)
+
+
 @nnx.remat
 def _recomputed(layer: Block, x: Float[Array, "seq time embed"], rotation: Rotation) -> Any:
     return layer(x, rotation=rotation)[0]
@@ -188,7 +219,7 @@ class Decoder(nnx.Module):
             if cache is None and self.is_rematerialized:
                 x = _recomputed(layer, x, rotation)
             else:
-                x, cache = layer(x, cache, where=where, batch=batch, rotation=rotation)
+                x, cache = _run(layer, x, cache, batch, rotation, where)
         last_only = False
         if batch is not None and batch.outputs == "last":
             last_only = True

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jkv.cache.cache import Cache
-from jkv.models.decoder import Decoder, cache_places, cache_spec
+from jkv.models.decoder import Block, Decoder, cache_places, cache_spec
 from jkv.models.step import split_model
 
 from ..compare import assert_close
@@ -63,6 +63,25 @@ def test_a_ragged_steps_logits_are_those_of_a_padded_one():
 
 def test_padding_of_a_row_gives_finite_logits():
     assert jnp.isfinite(cached_logits(make_model(), "all")).all()
+
+
+def test_layers_of_one_kind_are_traced_once(monkeypatch: pytest.MonkeyPatch):
+    traced, run = [], Block.__call__
+    monkeypatch.setattr(
+        Block, "__call__", lambda self, *args, **named: traced.append(self) or run(self, *args, **named)
+    )
+    # Sizes that no other test has: what was traced is kept.
+    model = make_model(num_layers=4, windows=(None, 4, None, None), mlp_dim=56)
+    jax.eval_shape(model, TOKENS)
+    assert len(traced) == 2
+
+
+def test_a_model_runs_by_itself_and_in_a_program_that_closes_over_it():
+    model = make_model()
+    step, weights = split_model(model)
+    expected, _ = jax.jit(step)(weights, TOKENS, None, None)
+    assert_close(model(TOKENS)[0], expected)
+    assert_close(jax.jit(lambda tokens: model(tokens)[0])(TOKENS), expected)
 
 
 @pytest.mark.parametrize(
