@@ -3,6 +3,7 @@
 Knows YAML's syntax and nothing of what the keys mean.
 """
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -61,14 +62,23 @@ def read_yaml(file: Path, problems: list[Problem]) -> Entry | None:
 
     Keys are text and stand once: what breaks that is added to `problems` and left out.
     """
-    name = display(file)
+    entry, found = _parse(display(file), file.read_bytes())
+    problems += found
+    return entry
+
+
+# A plan tries meshes and caches whose files stand on the same few.
+@functools.lru_cache(maxsize=256)
+def _parse(name: str, text: bytes) -> tuple[Entry | None, tuple[Problem, ...]]:
+    problems: list[Problem] = []
+    entry = None
     try:
-        loader = _Loader(file.read_bytes())
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             problems.append(Problem(Place(name, 1), "", "must hold a mapping, got an empty file"))
-            return None
-        return _Converter(name, loader, problems).convert(node, ())
+        else:
+            entry = _Converter(name, loader, problems).convert(node, ())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else None
         problems.append(Problem(Place(name, line), "", f"must be YAML, got: {error.problem}"))
@@ -78,7 +88,7 @@ def read_yaml(file: Path, problems: list[Problem]) -> Entry | None:
         )
     except yaml.reader.ReaderError as error:
         problems.append(Problem(Place(name), "", f"must be UTF-8 text, got: {error.reason}"))
-    return None
+    return entry, tuple(problems)
 
 
 def display(file: Path) -> str:
