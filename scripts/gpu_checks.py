@@ -12,16 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.cache import codec as codecs
+from jkv.cache.encoding import encode as encode_heads
+from jkv.cache.encoding import encode_run
+from jkv.cache.runs import num_runs
 from kernels_pallas import latent_attention
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
-from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu, reference
+from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling, pallas_gpu, reference
+from kernels_pallas.paged_attention.reference import heads_of
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 from scripts.gpu_cases import LATENT_DIM, ROPE_DIM
 
-CODECS = ("bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4_token")
-# Channels that share a scale and a zero point, of int4.
-_RUN = 32
+CODECS = ("bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4_token", "int4")
 CHECKED = {
     "page_128": Shape(8, 2, 128, page_size=128, time=16, totals=(16, 2000, 0, 4097)),
     "head_192": Shape(8, 2, 192, page_size=64, time=1, totals=(1, 700, 5000)),
@@ -36,20 +39,20 @@ CHECKED_LATENTS = {
 
 
 def encode(numbers: jax.Array, codec: str) -> Pages:
-    """Return float32 pages in a codec, with a scale for each token and head, or 32 channels of int4."""
+    """Return float32 pages in a codec, not rotated, with scales of tokens and heads, or of runs of int4."""
     if codec == "bf16":
         return Pages(numbers.astype(jnp.bfloat16))
     if codec == "int8":
         scale = jnp.abs(numbers).max(-1) / 127
         return Pages(jnp.round(numbers / scale[..., None]).astype(jnp.int8), scale)
     if codec == "int4_token":
-        runs = numbers.reshape(*numbers.shape[:-1], -1, _RUN)
-        zero = runs.min(-1)
-        # As jkv's codec stores them.
-        scale, zero = (x.astype(jnp.bfloat16) for x in ((runs.max(-1) - zero) / 15, zero))
-        shares = (runs - zero[..., None].astype(jnp.float32)) / scale[..., None].astype(jnp.float32)
-        low, high = jnp.split(jnp.clip(jnp.round(shares), 0, 15).reshape(numbers.shape), 2, axis=-1)
-        return Pages((low + 16 * high).astype(jnp.uint8), scale, zero, entry="int4")
+        stored = encode_heads(dataclasses.replace(codecs.CODECS[codec], is_rotated=False), numbers)
+        return Pages(stored.data, stored.scale, stored.zero, entry="int4")
+    if codec == "int4":
+        *pages, page_size, head_dim = numbers.shape
+        span = codecs.CODECS[codec].span(page_size)
+        stored = encode_run(numbers.reshape(*pages, -1, span, head_dim))
+        return Pages(stored.data.reshape(*pages, page_size, -1), stored.scale, stored.zero, entry="int4")
     dtype = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}[codec]
     entry: Any = codec
     scale = jnp.abs(numbers).max(-1) / float(jnp.finfo(dtype).max)
@@ -66,7 +69,8 @@ def make_call(shape: Shape, codec: str) -> tuple[PagedArguments, int]:
     width = max(pages_of) + 2
     table = [[next(order) for _ in range(count)] + [-1] * (width - count) for count in pages_of]
     pool = (2 * num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
-    stored = [encode(jax.random.normal(key, pool), codec) for key in keys[1:3]]
+    raw_keys, raw_values = (jax.random.normal(key, pool) for key in keys[1:3])
+    stored = encode(raw_keys, codec), encode(raw_values, codecs.OF_VALUES.get(codec, codec))
     query = jax.random.normal(keys[3], (len(table), shape.time, shape.num_heads, shape.head_dim))
     totals = jnp.array(shape.totals, jnp.int32)
     lens = jnp.minimum(totals, shape.time)
@@ -74,7 +78,18 @@ def make_call(shape: Shape, codec: str) -> tuple[PagedArguments, int]:
     arguments = PagedArguments(
         query, stored[0], stored[1], jnp.array(table, jnp.int32), totals - lens, lens, offset
     )
-    return arguments, num_pages
+    return arguments._replace(recent=recent_keys(arguments, Pages(raw_keys))), num_pages
+
+
+def recent_keys(arguments: PagedArguments, raw: Pages) -> jax.Array | None:
+    """Return the keys as they were given from each query's own run on; None where keys have no such runs."""
+    if (span := arguments.keys.run_slots) is None:
+        return None
+    heads = heads_of(raw, jnp.maximum(arguments.page_table, 0) + arguments.page_offset)
+    begins = arguments.starts - arguments.starts % span
+    places = begins[:, None] + jnp.arange(num_runs(arguments.query.shape[1], span) * span, dtype=jnp.int32)
+    recent = jnp.take_along_axis(heads, places[:, :, None, None], axis=1, mode="clip")
+    return recent.swapaxes(1, 2).astype(jnp.bfloat16)
 
 
 def worst_row(got: jax.Array, expected: jax.Array) -> float:
@@ -87,7 +102,7 @@ def worst_row(got: jax.Array, expected: jax.Array) -> float:
     return float(errors.max())
 
 
-def check(name: str, shape: Shape, codec: str) -> dict[str, Any] | None:
+def check(name: str, shape: Shape, codec: str, tiling: Tiling) -> dict[str, Any] | None:
     """Compare one call with its definition; None where the kernel does not take it."""
     arguments, num_pages = make_call(shape, codec)
     if pallas_gpu.refusal(arguments) is not None:
@@ -100,9 +115,8 @@ def check(name: str, shape: Shape, codec: str) -> dict[str, Any] | None:
         "sinks": sinks,
     }
     rounded = arguments._replace(query=arguments.query.astype(jnp.bfloat16))
-    errors = compare(
-        pallas_gpu.paged_attention, reference, arguments, rounded, num_pages=num_pages, **options
-    )
+    kernel = functools.partial(pallas_gpu.paged_attention, tiling=tiling)
+    errors = compare(kernel, reference, arguments, rounded, num_pages=num_pages, **options)
     return {"check": name, "codec": codec, **errors}
 
 
@@ -134,11 +148,13 @@ def compare(kernel: Any, definition: Any, arguments: Any, rounded: Any, **option
     return {"error": error, "allowed": allowed, "passed": error <= allowed}
 
 
-def checks(shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str) -> Iterator[dict[str, Any]]:
+def checks(
+    shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str, tiling: Tiling
+) -> Iterator[dict[str, Any]]:
     """Yield a line for each call that has `only` in its name."""
     for name, shape in shapes.items():
         for codec in CODECS:
-            if only in f"{name}_{codec}" and (line := check(name, shape, codec)) is not None:
+            if only in f"{name}_{codec}" and (line := check(name, shape, codec, tiling)) is not None:
                 yield line
     for name, shape in latents.items():
         if only in name:
@@ -148,5 +164,5 @@ def checks(shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str)
 def named_checks(only: str, *, is_interpreted: bool) -> Iterator[dict[str, Any]]:
     """Yield the lines of all shapes; interpreted, of those of the tests alone: larger ones take minutes."""
     if is_interpreted:
-        return checks(SHAPES, {}, only)
-    return checks(SHAPES | CHECKED, CHECKED_LATENTS, only)
+        return checks(SHAPES, {}, only, Tiling(is_interpreted=True))
+    return checks(SHAPES | CHECKED, CHECKED_LATENTS, only, Tiling())

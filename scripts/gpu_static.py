@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.cache.codec import find_codecs
 from jkv.targets import target
 from kernels_pallas.hopper.blocks import BLOCK_TOKENS
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
@@ -46,7 +47,6 @@ PAGED = [
     # codec, head_dim, page_size, query heads of a KV head, tokens of a query
     ("bf16", 128, 64, 4, 1),
     ("bf16", 128, 16, 4, 1),
-    ("bf16", 128, 64, 8, 4),
     ("bf16", 64, 64, 8, 1),
     ("bf16", 256, 64, 4, 1),
     ("int8", 128, 64, 4, 1),
@@ -56,6 +56,10 @@ PAGED = [
     ("bf16", 80, 64, 8, 1),
     ("fp8_e4m3", 80, 64, 8, 1),
     ("int8", 256, 64, 4, 1),
+    ("int8/int4", 128, 64, 4, 1),
+    ("int4_token", 128, 64, 4, 1),
+    ("int4", 128, 64, 4, 1),
+    ("bf16", 128, 64, 8, 4),
 ]
 # Of DeepSeek-V3: codec, page_size, query heads
 LATENT = [("bf16", 64, 128), ("bf16", 16, 16), ("fp8_e4m3", 64, 128), ("int8", 64, 128)]
@@ -135,25 +139,22 @@ def main() -> None:
     for codec, head_dim, page_size, group, time in PAGED if options.kernel != "latent" else ():
         shape = Shape(8 * group, 8, head_dim, page_size, time)
         compile_case = functools.partial(compile_paged, mesh, shape, codec)
-        token_bytes = 2 * _bytes_of(codec, head_dim)
+        sizes = {"page_size": page_size, "head_dim": head_dim}
+        shapes = [each.page_shapes(**sizes) for each in find_codecs(*codec.split("/"))]
+        token_bytes = sum(array.nbytes for arrays in shapes for array in arrays.values()) / page_size
         print_row(compile_case, [codec, head_dim, page_size, group * time], token_bytes, num_groups=1)
     for codec, page_size, num_heads in LATENT if options.kernel != "paged" else ():
         shape = LatentShape(num_heads, 512, 64, 128, 128, page_size, 1)
         compile_case = functools.partial(compile_latent, mesh, shape, codec)
         queries = min(num_heads, 64)
-        token_bytes = _bytes_of(codec, 512) + _bytes_of("bf16", 64)
+        token_bytes = (2 * 512 if codec == "bf16" else 512 + 4) + 2 * 64
         print_row(
             compile_case, [codec, "512 + 64", page_size, queries], token_bytes, num_groups=LATENT_GROUPS
         )
 
 
-def _bytes_of(codec: str, head_dim: int) -> int:
-    """Return the bytes of a token's entries and of its scale."""
-    return 2 * head_dim if codec == "bf16" else head_dim + 4
-
-
 def print_row(
-    compile_case: Callable[..., dict[str, Report]], sizes: list[Any], token_bytes: int, num_groups: int
+    compile_case: Callable[..., dict[str, Report]], sizes: list[Any], token_bytes: float, num_groups: int
 ) -> None:
     """Compile a case and print what bounds it: its warp groups share a multiprocessor's units."""
     with tempfile.TemporaryDirectory() as folder:

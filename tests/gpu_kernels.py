@@ -1,5 +1,6 @@
 """Kernels interpreted, and compiled for a GPU that is not here; what their assembler says of them."""
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -14,15 +15,16 @@ from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDet
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
+from jkv.cache.codec import CODECS, find_codecs
+from jkv.cache.runs import num_runs
 from jkv.targets import shapes_on
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
-from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu
+from kernels_pallas.paged_attention import PagedArguments, pallas_gpu
 from kernels_pallas.paged_attention.shapes import Shape
 
-# Of codecs other than fp8, which is stored as its bits.
-STORED = {"bf16": jnp.bfloat16, "int8": jnp.int8}
+from .kernels_pallas.models import make_pages
 
 
 def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -69,65 +71,54 @@ def compile_paged(
     Args:
         mesh: from `jkv.targets.target`.
         shape: sizes; the page table is 64 pages wide.
-        codec: `bf16`, or `int8`, `fp8_e4m3` or `fp8_e5m2` with scales of tokens and heads.
+        codec: of keys, and of values after a slash.
         num_pages: pages of a layer.
         folder: an empty one, for what the compiler writes.
         options: of the kernel.
     """
-    rows = len(shape.totals)
-    slots = (2 * num_pages, shape.num_kv_heads, shape.page_size)
-    pool, scale = ((*slots, shape.head_dim), STORED.get(codec, jnp.uint8)), (slots, jnp.float32)
-    arrays = [
-        ((rows, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16),
-        *(pool, scale, pool, scale),
-        ((rows, 64), jnp.int32),
-        *[((rows,), jnp.int32)] * 2,
-        ((), jnp.int32),
-    ]
+    num_seqs = len(shape.totals)
+    of_pool = {"num_pages": 2 * num_pages, "num_kv_heads": shape.num_kv_heads}
+    sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
 
-    def call(query, keys, key_scale, values, value_scale, *others):
-        pages = make_pages(codec, keys, key_scale), make_pages(codec, values, value_scale)
-        return pallas_gpu.paged_attention(
-            PagedArguments(query, *pages, *others), num_pages=num_pages, **options
-        )
+    def make() -> PagedArguments:
+        keys, values = (make_pages(each, of_pool, sizes, "gpu") for each in find_codecs(*codec.split("/")))
+        query = jnp.zeros((num_seqs, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16)
+        table, rows = jnp.zeros((num_seqs, 64), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
+        arguments = PagedArguments(query, keys, values, table, rows, rows, rows[0])
+        if (span := keys.run_slots) is None:
+            return arguments
+        recent = (num_seqs, shape.num_kv_heads, num_runs(shape.time, span) * span, shape.head_dim)
+        return arguments._replace(recent=jnp.zeros(recent, jnp.bfloat16))
 
-    return _compile(call, arrays, mesh, folder)
+    call = functools.partial(pallas_gpu.paged_attention, num_pages=num_pages, **options)
+    return _compile(call, jax.eval_shape(make), mesh, folder)
 
 
 def compile_latent(
     mesh: Mesh, shape: LatentShape, codec: str, *, num_pages: int, folder: Path, **options: Any
 ) -> dict[str, Report]:
     """Compile an absorbed call of latent attention, rotated parts in bfloat16, as `compile_paged` does."""
-    rows, slots = len(shape.totals), (2 * num_pages, 1, shape.page_size)
+    num_seqs = len(shape.totals)
+    of_pool = {"num_pages": 2 * num_pages, "num_kv_heads": 1}
     dims = shape.latent_dim, shape.rope_dim
-    arrays = [
-        *[((rows, shape.time, shape.num_heads, dim), jnp.bfloat16) for dim in dims],
-        ((*slots, shape.latent_dim), STORED.get(codec, jnp.uint8)),
-        (slots, jnp.float32),
-        ((*slots, shape.rope_dim), jnp.bfloat16),
-        ((rows, 64), jnp.int32),
-        *[((rows,), jnp.int32)] * 2,
-        ((), jnp.int32),
-    ]
 
-    def call(query, rope_query, latents, scale, ropes, *others):
-        pages = make_pages(codec, latents, scale), Pages(ropes)
-        arguments = LatentArguments(query, rope_query, *pages, *others)
-        return latent_gpu.latent_attention(arguments, num_pages=num_pages, **options)
+    def make() -> LatentArguments:
+        latents, ropes = (
+            make_pages(CODECS[name], of_pool, {"page_size": shape.page_size, "head_dim": dim}, "gpu")
+            for name, dim in zip((codec, "bf16"), dims, strict=True)
+        )
+        query, rope_query = (
+            jnp.zeros((num_seqs, shape.time, shape.num_heads, dim), jnp.bfloat16) for dim in dims
+        )
+        table, rows = jnp.zeros((num_seqs, 64), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
+        return LatentArguments(query, rope_query, latents, ropes, table, rows, rows, rows[0])
 
-    return _compile(call, arrays, mesh, folder)
+    call = functools.partial(latent_gpu.latent_attention, num_pages=num_pages, **options)
+    return _compile(call, jax.eval_shape(make), mesh, folder)
 
 
-def make_pages(codec: str, data: Any, scale: Any) -> Pages:
-    """Return pages of a codec; bfloat16 has no scales."""
-    entry: Any = codec if codec.startswith("fp8") else "number"
-    return Pages(data, None if codec == "bf16" else scale, entry=entry)
-
-
-def _compile(
-    call: Callable[..., Any], arrays: list[tuple[Any, Any]], mesh: Mesh, folder: Path
-) -> dict[str, Report]:
-    """Compile a call on arrays of such shapes and dtypes, and return a report for each kernel."""
+def _compile(call: Callable[..., Any], arguments: Any, mesh: Mesh, folder: Path) -> dict[str, Report]:
+    """Compile a call on arguments of such shapes, and return a report for each kernel."""
     dumps = {
         "MOSAIC_GPU_DUMP_TO": str(folder),
         "MOSAIC_GPU_DUMP_PTXAS": "1",
@@ -135,7 +126,7 @@ def _compile(
     }
     os.environ |= dumps
     try:
-        jax.jit(call).lower(*shapes_on(mesh, [jax.ShapeDtypeStruct(*array) for array in arrays])).compile()
+        jax.jit(call).lower(shapes_on(mesh, arguments)).compile()
     finally:
         for name in dumps:
             del os.environ[name]

@@ -11,11 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # A vector with an entry for each row of an accumulator, and one for each column.
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+# A matrix of so few columns that each is a register of its own.
+OF_ROWS_BY_COLUMN = plgpu.Layout.TILED(
+    Tiling(((64, 1), (16, 1), (8, 1))), warp_dims=(-6,), lane_dims=(-2, Replicated(4)), vector_dim=-1
+)
 LOG2_E = math.log2(math.e)
 # Of a tile's row: 64 entries of 16 bits are the 128 bytes that a swizzle takes at most.
 _TILE_ENTRIES, _LEAST_TILE_BYTES = 64, 32
@@ -63,6 +68,14 @@ def plus_product(sums: jax.Array, left_ref: Any, right_ref: Any, *, in_place: bo
 
     initial: Any = plgpu.WGMMAAccumulatorRef.init(sums)
     return pl.run_state(multiply)(initial)
+
+
+def load_matrix(ref: Any, num_columns: int, *, is_interpreted: bool) -> jax.Array:
+    """Load a vector in shared memory as the rows of a matrix of few columns."""
+    shape = ref.shape[0] // num_columns, num_columns
+    if is_interpreted:
+        return plgpu.load(ref, optimized=False).reshape(shape)
+    return plgpu.load(ref.reshape(*shape), layout=OF_ROWS_BY_COLUMN, optimized=False)
 
 
 def matrices(shape: tuple[int, ...], dtype: jnp.dtype, width: int | None = None) -> Any:

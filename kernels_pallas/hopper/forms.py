@@ -3,7 +3,8 @@
 Knows pages; no kernel.
 """
 
-from typing import Literal, NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax import lax
 
 from kernels_pallas.paged_attention.contract import Pages
 
+# Channels of a run, or what is converted at once where runs are of slots; and slots of a run.
+RUN_CHANNELS, _RUN_SLOTS = 32, (16, 32)
 # Bits of fp8 numbers, and what the numbers are.
 _FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
@@ -22,13 +25,33 @@ class Form(NamedTuple):
         entry: see `Pages`.
         stored: dtype of the pool.
         dtype: what entries are converted to, and what they are multiplied with.
-        scaling: whether a token and head, or a head, has a scale.
+        scaling: what has a scale: a token and head, a head, or, with zero points, runs of channels or slots.
+        run_slots: slots that share scales.
+        run_scales: scales that such slots have.
     """
 
     entry: str
     stored: jnp.dtype
     dtype: jnp.dtype
-    scaling: Literal["none", "token", "head"]
+    scaling: Literal["none", "token", "head", "channels", "slots"]
+    run_slots: int = 1
+    run_scales: int = 1
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether runs have scales and zero points."""
+        return self.scaling in ("channels", "slots")
+
+    def scales_of(self, num_slots: Any) -> Any:
+        """Return how many scales so many slots have, whole runs; traced where they are."""
+        if isinstance(num_slots, int):
+            return num_slots // self.run_slots * self.run_scales
+        return lax.div(num_slots, jnp.int32(self.run_slots)) * self.run_scales
+
+    @property
+    def tile(self) -> int | None:
+        """Entries of a tile's row in shared memory; None is as many as there may be."""
+        return RUN_CHANNELS if self.has_runs else None
 
     @property
     def is_converted(self) -> bool:
@@ -46,6 +69,8 @@ def form_of(pages: Pages) -> Form | None:
     """Return how pages are stored and multiplied; None where they cannot be."""
     bfloat16, float16, stored = jnp.dtype("bfloat16"), jnp.dtype("float16"), pages.data.dtype
     is_float = pages.entry == "number" and stored in (bfloat16, float16)
+    if pages.entry == "int4":
+        return _form_of_int4(pages)
     if is_float and pages.scale is None:
         return Form(pages.entry, stored, stored, "none")
     is_narrow = pages.entry in _FP8 or (pages.entry == "number" and stored == jnp.int8)
@@ -58,12 +83,38 @@ def form_of(pages: Pages) -> Form | None:
     return Form(pages.entry, stored, dtype, "head" if pages.scale.ndim == 1 else "token")
 
 
-def refusal_of_form(pages: Pages) -> str | None:
-    """Return why entries are not taken; None where they are."""
-    if form_of(pages) is not None:
+def _form_of_int4(pages: Pages) -> Form | None:
+    """Return the form of 4-bit entries in runs that a block's products can be cut into."""
+    if pages.scale is None or pages.zero is None:
         return None
+    dtypes = {array.dtype for array in (pages.scale, pages.zero)}
+    if pages.head_dim % (2 * RUN_CHANNELS) or dtypes != {jnp.dtype("bfloat16")}:
+        return None
+    form = functools.partial(Form, pages.entry, pages.data.dtype, jnp.dtype("bfloat16"))
+    page_size, head_dim = pages.page_size, pages.head_dim
+    if pages.run_slots in _RUN_SLOTS and pages.scale.shape[2:] == (page_size // pages.run_slots, head_dim):
+        return form("slots", pages.run_slots, head_dim)
+    if pages.scale.shape[2:] == (page_size, head_dim // RUN_CHANNELS):
+        return form("channels", 1, head_dim // RUN_CHANNELS)
+    return None
+
+
+def refusal_of_form(pages: Pages, *, takes_runs: bool) -> str | None:
+    """Return why entries are not taken; None where they are.
+
+    Args:
+        pages: what is stored.
+        takes_runs: whether the kernel takes 4-bit entries, in runs.
+    """
+    form = form_of(pages)
+    if form is not None and (takes_runs or not form.has_runs):
+        return None
+    runs = ""
+    if takes_runs:
+        width, slots = 2 * RUN_CHANNELS, " or ".join(map(str, _RUN_SLOTS))
+        runs = f", int4 in heads of a multiple of {width} in runs of {RUN_CHANNELS} channels or {slots} slots"
     scales = "no scale" if pages.scale is None else f"scales {pages.scale.shape}"
     return (
         "the GPU kernel takes bfloat16 and float16 without scales, int8 and fp8 with those of tokens "
-        f"or heads, got entries of {pages.entry} in {pages.data.dtype} with {scales}; use 'xla'"
+        f"or heads{runs}, got entries of {pages.entry} in {pages.data.dtype} with {scales}; use 'xla'"
     )

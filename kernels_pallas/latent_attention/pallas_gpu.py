@@ -124,7 +124,7 @@ class _Sizes(NamedTuple):
         form: of latents.
         scale: multiplies the logits.
         window: see `reference`.
-        sums_in_place: see `Tiling`.
+        is_interpreted: see `Tiling`.
     """
 
     latent_dim: int
@@ -135,7 +135,7 @@ class _Sizes(NamedTuple):
     form: Form
     scale: float
     window: int | None
-    sums_in_place: bool
+    is_interpreted: bool
 
     @property
     def channels(self) -> int:
@@ -152,7 +152,7 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
         return "the GPU kernel attends to latents as they are, got up-projections of heads; use 'xla'"
     if (time := query.shape[1]) > _MAX_TIME:
         return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
-    if (reason := refusal_of_form(latents)) is not None:
+    if (reason := refusal_of_form(latents, takes_runs=False)) is not None:
         return reason
     form = form_of(ropes)
     if form is None or form.is_converted:
@@ -202,7 +202,9 @@ def latent_attention(
     # One program fills a multiprocessor.
     num_programs = min(max(1, tiling.num_programs // 2), num_seqs * cut.max_splits * row_blocks)
     walk = Walk(latents.page_size, num_pages, table.shape[1])
-    sizes = _Sizes(latent_dim, walk, cut, row_blocks, num_programs, form, scale, window, tiling.sums_in_place)
+    sizes = _Sizes(
+        latent_dim, walk, cut, row_blocks, num_programs, form, scale, window, tiling.is_interpreted
+    )
     padding = row_blocks * _ROWS - time * num_heads
     splits = splitting.plan(*arguments[5:8], cut, time=time, group=num_heads, padding=padding, window=window)
 
@@ -398,7 +400,7 @@ def _attend_kernel(
             else:
                 scale = pool.scale[0] if scales is None else tall(scales, _ROWS)
                 logits = product(*factors) * scale
-                logits = plus_product(logits, *rope_factors, in_place=sizes.sums_in_place)
+                logits = plus_product(logits, *rope_factors, in_place=not sizes.is_interpreted)
             is_seen = tall(positions, _ROWS) < wide(limits, _GROUP_TOKENS)
             if sizes.window is not None:
                 is_seen &= tall(positions, _ROWS) >= wide(limits - sizes.window, _GROUP_TOKENS)
@@ -426,7 +428,7 @@ def _attend_kernel(
                 sums * wide(keep, channels),
                 shared.weights.transpose((1, 0)),
                 numbers.at[group + zero],
-                in_place=sizes.sums_in_place,
+                in_place=not sizes.is_interpreted,
             )
             # The entries of the block after the next are on their way while this one is attended.
             return sizes.walk.named(entries), read_table(block + 2), new_peak, total, sums

@@ -28,8 +28,8 @@ class Tiling:
         split_tokens: keys and values that a GPU's kernel sums by themselves, at least; a table has at most
             128 such splits.
         num_programs: programs that share a GPU's work; an H200 has room for two on 132 multiprocessors each.
-        sums_in_place: whether a GPU's kernel of latents adds a product to the sums in its registers; where it
-            is interpreted, it cannot.
+        is_interpreted: whether a GPU's kernel does without what its interpreter has not: products that begin
+            with the sums in registers, and other shapes of what shared memory holds.
     """
 
     block_tokens: int = 128
@@ -37,7 +37,7 @@ class Tiling:
     num_buffers: int = 2
     split_tokens: int = 512
     num_programs: int = 264
-    sums_in_place: bool = True
+    is_interpreted: bool = False
 
 
 @dataclass(frozen=True)

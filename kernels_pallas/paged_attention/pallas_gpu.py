@@ -11,8 +11,10 @@ Grid: `Tiling.num_programs`, whatever the batch; which splits there are is worke
 kernel, so cost follows the tokens held. Blocks and splits begin at multiples of their size: no result depends
 on the rest of the batch. Shared memory: a query, a few blocks of keys and values, the weights of one block.
 Logits, softmax and sums are float32; queries and weights are rounded to the dtype they are multiplied in, as
-tensor cores ask: the pool's, bfloat16 for int8 and float16 for fp8, to which Hopper converts fast. Scales of
-keys multiply logits, those of values weights.
+tensor cores ask: the pool's, bfloat16 for int8 and int4 and float16 for fp8, to which Hopper converts fast.
+Scales of keys multiply logits, those of values weights; those of runs, with their zero points, 4-bit entries
+while they are converted. What a query sees of its own run, whose keys are not in the pages where runs are of
+slots, is attended to in plain JAX and merged by its log-sum-exp.
 
 An entry of the table that names no page is read as the layer's first page and masked, as are dead slots of a
 page; their values are zeroed before the product, since 0 * NaN is NaN.
@@ -50,8 +52,19 @@ from kernels_pallas.hopper.blocks import (
 )
 from kernels_pallas.hopper.forms import Form, form_of, refusal_of_form
 from kernels_pallas.hopper.splits import Cut, Splits
-from kernels_pallas.hopper.stages import Pool, Stages, convert, copy_scales, load_scales, stages, zero_dead
+from kernels_pallas.hopper.stages import (
+    Pool,
+    Stages,
+    convert,
+    convert_runs,
+    copy_scales,
+    load_scales,
+    pool_of,
+    stages,
+    zero_dead,
+)
 from kernels_pallas.paged_attention.contract import PagedArguments, Tiling
+from kernels_pallas.paged_attention.xla import attend_to_own_runs
 
 # Bytes of keys and values on their way. 36 KB for each multiprocessor would hide a microsecond of latency at
 # 4.8 TB/s; two programs share one, and each waits for its own blocks.
@@ -84,6 +97,7 @@ class _Sizes(NamedTuple):
         scale: multiplies the logits.
         window: see `reference`.
         soft_cap: see `reference`.
+        is_interpreted: see `Tiling`.
     """
 
     num_kv_heads: int
@@ -99,6 +113,7 @@ class _Sizes(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    is_interpreted: bool
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
@@ -121,11 +136,13 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     if (time := arguments.query.shape[1]) > _MAX_TIME:
         return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
     for pages in (arguments.keys, arguments.values):
-        if (reason := refusal_of_form(pages)) is not None:
+        if (reason := refusal_of_form(pages, takes_runs=True)) is not None:
             return reason
-    rows = {pages.data.shape[2:] for pages in (arguments.keys, arguments.values)}
-    if rows != {(page_size, head_dim)}:
-        return f"the GPU kernel takes pools of layout 'plain', got pages of {page_size} slots in rows {rows}"
+    for pages in (arguments.keys, arguments.values):
+        if (rows := pages.data.shape[2:]) != pages.data_shape:
+            return (
+                f"the GPU kernel takes pools of layout 'plain', got pages of {page_size} slots in rows {rows}"
+            )
     if head_dim not in _HEAD_DIMS:
         sizes = ", ".join(map(str, _HEAD_DIMS))
         return f"the GPU kernel takes heads of one of {sizes} entries, got {head_dim}; use 'xla'"
@@ -133,9 +150,7 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
         return reason
     if page_size == 8 and head_dim == 256 and _is_converted(arguments):
         # Eight entries of the table for a block take more registers than the conversion leaves.
-        return (
-            "the GPU kernel takes int8 and fp8 heads of 256 in pages of 16 tokens or more, got 8; use 'xla'"
-        )
+        return "the GPU kernel takes heads of 256 in 4 or 8 bits in pages of 16 tokens or more, got 8"
     rows, num_parts = _parts(arguments)
     cut = _cut(arguments, tiling or Tiling())
     numbers = num_parts * _summed(head_dim) * rows
@@ -173,7 +188,7 @@ def paged_attention(
     splits = splitting.plan(
         *arguments[4:7], sizes.cut, time=time, group=group, padding=padding, window=window
     )
-    pools = Pool(keys.data, keys.scale), Pool(values.data, values.scale)
+    pools = pool_of(keys), pool_of(values)
     partial = _attend(rows, *pools, arguments.page_table, splits, sizes)
     out, log_sum = splitting.merge(
         *partial, splits.of_sequences, query_axis=1, name="jkv_paged_attention_merge"
@@ -189,6 +204,9 @@ def paged_attention(
     (_, whole), *_ = sizes.tiles
     out = jnp.concatenate([out[:, :, :whole], out[:, :, _summed(head_dim) - head_dim + whole :]], axis=2)
     out, log_sum = regroup(out), regroup(log_sum)
+    if arguments.recent is not None:
+        options = {"num_pages": num_pages, "scale": scale, "window": window, "soft_cap": soft_cap}
+        out, log_sum = _merged((out, log_sum), attend_to_own_runs(arguments, **options))
     if sinks is not None:
         is_query = jnp.arange(time, dtype=jnp.int32)[None] < arguments.lens[:, None]
         out, log_sum = _add_sinks(out, log_sum, jnp.where(is_query[..., None], sinks[None, None], -jnp.inf))
@@ -226,6 +244,7 @@ def _sizes(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        is_interpreted=tiling.is_interpreted,
     )
 
 
@@ -269,12 +288,12 @@ def _attend(
             jax.ShapeDtypeStruct((num_splits, sizes.num_parts, sizes.rows), jnp.float32),
         ],
         scratch_types=[
-            matrices((sizes.rows, head_dim), sizes.keys.dtype),
+            matrices((sizes.rows, head_dim), sizes.keys.dtype, sizes.keys.tile),
             *(
                 stages(form, sizes.num_stages, sizes.walk.block_pages, head_dim)
                 for form in (sizes.keys, sizes.values)
             ),
-            matrices((sizes.rows, BLOCK_TOKENS), sizes.values.dtype, head_dim),
+            matrices((sizes.rows, BLOCK_TOKENS), sizes.values.dtype, sizes.values.tile or head_dim),
             plgpu.Barrier(),
         ],
         grid=(sizes.num_programs,),
@@ -318,13 +337,20 @@ def _attend_kernel(
             """Start the copies of a block's keys and values."""
             num_slots = min(sizes.walk.page_size, BLOCK_TOKENS)
             for piece in sizes.walk.pieces(block, entries, page_offset, num_slots):
-                source = piece.page, head, pl.ds(piece.slot, num_slots)
-                target = stage, pl.ds(piece.place, num_slots)
-                for pool, blocks in ((keys_pool, keys), (values_pool, values)):
+                for pool, blocks, form in (
+                    (keys_pool, keys, sizes.keys),
+                    (values_pool, values, sizes.values),
+                ):
                     barrier = blocks.barriers.at[stage]
+                    source = piece.page, head, pl.ds(piece.slot, num_slots)
+                    target = stage, pl.ds(piece.place, num_slots)
                     plgpu.copy_gmem_to_smem(pool.data.at[*source], blocks.data.at[*target], barrier)
-                    if blocks.scale is not None:
-                        copy_scales(pool.scale.at[*source], blocks.scale.at[*target], barrier)
+                    num_scales = form.scales_of(num_slots)
+                    source = piece.page, head, pl.ds(form.scales_of(piece.slot), num_scales)
+                    target = stage, pl.ds(form.scales_of(piece.place), num_scales)
+                    for scales, own in ((pool.scale, blocks.scale), (pool.zero, blocks.zero)):
+                        if own is not None:
+                            copy_scales(scales.at[*source], own.at[*target], barrier)
 
         read_table = functools.partial(sizes.walk.read_table, table_ref, seq)
         ahead = []
@@ -333,6 +359,10 @@ def _attend_kernel(
             ahead.append(sizes.walk.named(entries))
             pl.when(stage < num_blocks)(functools.partial(fetch, first_block + stage, stage, entries))
         limits = plgpu.load(limits_ref.at[seq, block_rows], layout=OF_COLUMNS, optimized=False)
+        ends = limits
+        if sizes.keys.scaling == "slots":
+            # Of the runs before that of the query itself.
+            ends = (limits - 1) & -sizes.keys.run_slots
         plgpu.barrier_wait(query_barrier)
 
         def attend_block(index: jax.Array, carry: Any) -> Any:
@@ -343,15 +373,15 @@ def _attend_kernel(
             positions = sizes.walk.live_positions(slots_of_block(BLOCK_TOKENS, OF_ROWS), *held)
 
             plgpu.barrier_wait(keys.barriers.at[stage])
-            logits = product((_numbers(keys, sizes.keys, stage), query_ref.transpose((1, 0))))
+            logits = product((_numbers(keys, sizes.keys, stage, sizes), query_ref.transpose((1, 0))))
             logits = _scaled(logits, keys, keys_pool, stage, head, sizes)
-            is_seen = wide(positions, num_rows) < tall(limits, BLOCK_TOKENS)
+            is_seen = wide(positions, num_rows) < tall(ends, BLOCK_TOKENS)
             if sizes.window is not None:
                 is_seen &= wide(positions, num_rows) >= tall(limits - sizes.window, BLOCK_TOKENS)
             logits = jnp.where(is_seen, logits, -jnp.inf)
             plgpu.barrier_wait(values.barriers.at[stage])
             scales = None
-            if values.scale is not None:
+            if sizes.values.scaling == "token":
                 scales = load_scales(values.scale.at[stage], positions < NO_POSITION, OF_ROWS)
                 logits += wide(jnp.log2(scales), num_rows)
             new_peak = jnp.maximum(peak, logits.max(axis=0))
@@ -362,7 +392,7 @@ def _attend_kernel(
             total = total * tall(keep, BLOCK_TOKENS) + unscaled
 
             weights_ref.transpose((1, 0))[...] = weights.astype(weights_ref.dtype)
-            numbers_ref = _numbers(values, sizes.values, stage)
+            numbers_ref = _numbers(values, sizes.values, stage, sizes)
 
             @pl.when(jnp.logical_not(sizes.walk.is_whole(*held)))
             def _zero_the_dead() -> None:
@@ -409,10 +439,13 @@ def _attend_kernel(
     lax.fori_loop(0, own, attend_unit, None)
 
 
-def _numbers(blocks: Stages, form: Form, stage: jax.Array) -> Any:
+def _numbers(blocks: Stages, form: Form, stage: jax.Array, sizes: _Sizes) -> Any:
     """Return the block in use as numbers that tensor cores take, in shared memory."""
     if not form.is_converted:
         return blocks.data.at[stage]
+    if form.has_runs:
+        convert_runs(form, blocks, stage, is_interpreted=sizes.is_interpreted)
+        return blocks.numbers
     convert(form, blocks.data.at[stage], blocks.numbers)
     return blocks.numbers
 
@@ -424,7 +457,7 @@ def _scaled(
     factor = sizes.scale * LOG2_E
     if sizes.soft_cap is not None:
         factor *= 2 / sizes.soft_cap
-    if keys.scale is not None:
+    if sizes.keys.scaling == "token":
         scales = plgpu.load(keys.scale.at[stage], layout=OF_ROWS, optimized=False)
         logits = products * wide(scales * factor, sizes.rows)
     else:
@@ -433,6 +466,17 @@ def _scaled(
         return logits
     # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's tanh has 11 bits.
     return (1 - 2 / (1 + jnp.exp2(logits))) * (sizes.soft_cap * LOG2_E)
+
+
+_Attended = tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]
+
+
+def _merged(first: _Attended, second: _Attended) -> _Attended:
+    """Return the values and the log-sum-exp of two parts of what queries see."""
+    log_sum = jnp.logaddexp(first[1], second[1])
+    shift = jnp.where(log_sum == -jnp.inf, 0.0, log_sum)
+    one, other = (out * jnp.exp(own - shift)[..., None] for out, own in (first, second))
+    return one + other, log_sum
 
 
 def _add_sinks(

@@ -118,6 +118,18 @@ def paged_attention(
     return out.astype(query.dtype), log_sum
 
 
+def attend_to_own_runs(
+    arguments: PagedArguments, *, num_pages: int, scale: float, window: int | None, soft_cap: float | None
+) -> tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]:
+    """Return what each query attends to in its own run, whose keys are `recent`, and its log-sum-exp."""
+    _, time, num_heads, _ = arguments.query.shape
+    num_kv_heads = arguments.keys.data.shape[1]
+    rows = head_rows(arguments.query.astype(jnp.float32) * scale, num_kv_heads)
+    positions = _positions(arguments.starts, arguments.lens, time, num_heads // num_kv_heads)
+    sums = _own_runs(arguments, rows, positions, num_pages, window=window, soft_cap=soft_cap)
+    return finish(sums, time)
+
+
 def plan_walk(
     table: Int[Array, "seq max_pages"],
     starts: Int[Array, " seq"],
@@ -151,15 +163,13 @@ def plan_walk(
     block_pages = max(1, min(tiling.block_tokens // page_size, table.shape[1]))
     stripe = stripe or Stripe(1, 0)
     ends = starts + lens
-    steps = jnp.arange(time, dtype=jnp.int32)[None]
-    positions = jnp.where(steps < lens[:, None], starts[:, None] + steps, -1)
     begins = _first_kept(table, stripe, ends, page_size)
     first = begins if window is None else jnp.maximum(begins, starts - window + 1)
     first = stripe.pages_before(jax.lax.div(first, jnp.int32(page_size)))
     first = jax.lax.div(first, jnp.int32(block_pages))
     last = stripe.pages_before(jax.lax.div(ends + jnp.int32(page_size - 1), jnp.int32(page_size)))
     last = jax.lax.div(last + jnp.int32(block_pages - 1), jnp.int32(block_pages))
-    positions = jnp.repeat(positions, group, axis=1)
+    positions = _positions(starts, lens, time, group)
     limits = positions + 1 if run_slots is None else positions - positions % run_slots
     return Walk(
         table=table,
@@ -176,6 +186,14 @@ def plan_walk(
         block_pages=block_pages,
         window=window,
     )
+
+
+def _positions(
+    starts: Int[Array, " seq"], lens: Int[Array, " seq"], time: int, group: int
+) -> Int[Array, "seq row"]:
+    """Return the position of each query row; -1 of padding."""
+    steps = jnp.arange(time, dtype=jnp.int32)[None]
+    return jnp.repeat(jnp.where(steps < lens[:, None], starts[:, None] + steps, -1), group, axis=1)
 
 
 def _first_kept(

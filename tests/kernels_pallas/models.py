@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jkv.cache.codec import Codec, find_codecs
+from jkv.cache.codec import Codec, PoolLayout, find_codecs
 from jkv.cache.spec import CacheGroup
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
@@ -52,17 +52,20 @@ def latent_arguments(shape: LatentShape, codec_name: str, num_layers: int = 2) -
     return jax.eval_shape(make), num_pages
 
 
-def make_pages(codec: Codec, of_pool: dict[str, int], sizes: dict[str, int]) -> Pages:
-    """Return pages of zeros in the pool layout of TPUs.
+def make_pages(
+    codec: Codec, of_pool: dict[str, int], sizes: dict[str, int], layout: PoolLayout = "tpu"
+) -> Pages:
+    """Return pages of zeros.
 
     Args:
         codec: how they are stored.
         of_pool: `num_pages` and `num_kv_heads`.
         sizes: `page_size` and `head_dim`.
+        layout: of the pool.
     """
     arrays = {
         name: jnp.zeros(array.shape, array.dtype)
-        for name, array in codec.page_arrays(**of_pool, **sizes, layout="tpu").items()
+        for name, array in codec.page_arrays(**of_pool, **sizes, layout=layout).items()
     }
     if codec.scaling == "static":
         arrays["scale"] = jnp.zeros(of_pool["num_kv_heads"])

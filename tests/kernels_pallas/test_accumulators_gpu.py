@@ -112,7 +112,7 @@ def test_a_fault_in_the_sums_in_place_is_found(fault: str):
 @pytest.mark.usefixtures("_emulated")
 def test_the_kernel_of_latents_equals_the_definition_with_its_sums_in_place():
     arguments, num_pages = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16)
-    tiling = dataclasses.replace(TILING, sums_in_place=True)
+    tiling = dataclasses.replace(TILING, is_interpreted=False)
     out, _ = run_kernel(DECODE, arguments, num_pages, tiling)
     expected, _ = run_reference(DECODE, jnp.float32)
     assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))

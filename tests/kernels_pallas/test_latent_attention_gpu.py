@@ -23,7 +23,7 @@ from .test_paged_attention import change_scale, shift_mask
 from .test_paged_attention_gpu import encode
 
 # Two splits for the longest row; one program takes all of them.
-TILING = Tiling(split_tokens=32, num_programs=1, sums_in_place=False)
+TILING = Tiling(split_tokens=32, num_programs=1, is_interpreted=True)
 DECODE = Shape(8, 128, 64, 8, 8, page_size=16, time=1, totals=(0, 1, 100))
 # Two blocks of query rows, and blocks of tokens that follow one another in a split.
 CHUNK = Shape(24, 128, 64, 8, 8, page_size=64, time=3, totals=(2, 180), window=140)
@@ -52,7 +52,7 @@ def own_error(shape: Shape, dtype) -> float:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "tiling"),
-    [(DECODE, jnp.bfloat16, TILING), (CHUNK, jnp.float16, Tiling(num_programs=1, sums_in_place=False))],
+    [(DECODE, jnp.bfloat16, TILING), (CHUNK, jnp.float16, Tiling(num_programs=1, is_interpreted=True))],
     ids=["decode", "chunk_of_a_window"],
 )
 def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
@@ -166,7 +166,7 @@ def make_pool(
         ),
         (
             make_pool(dtype=jnp.float32),
-            "takes bfloat16 and float16 without .*, got entries of number in float32",
+            "takes bfloat16 and float16 without .* of tokens or heads, got entries of number in float32",
         ),
         (make_pool(rope_dtype=jnp.float32), "rotated parts in bfloat16 and float16, got number in float32"),
         (make_pool(latent_dim=320), "multiple of 128 entries up to 512 .* of 64, got 320 and 64; use 'xla'"),

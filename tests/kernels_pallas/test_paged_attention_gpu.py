@@ -13,9 +13,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jkv.cache.codec import CODECS
+from jkv.cache.encoding import encode as encode_heads
+from jkv.cache.encoding import encode_run
+from jkv.cache.runs import num_runs
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
+from kernels_pallas.hopper import stages
 from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
@@ -30,14 +35,16 @@ from .test_paged_attention import (
     dense_attention,
     drop_last_page,
     make_arguments,
+    make_dense,
     make_options,
     run,
     run_reference,
     shift_mask,
 )
+from .tpu_kernels import Fault
 
 # Several splits a row, and several of them for a program.
-TILING = Tiling(split_tokens=64, num_programs=2)
+TILING = Tiling(split_tokens=64, num_programs=2, is_interpreted=True)
 DECODE = Shape(8, 2, 64, page_size=16, time=1, totals=(0, 1, 100))
 CASES = {
     "decode": (DECODE, jnp.bfloat16),
@@ -56,7 +63,10 @@ GATE_CASES = {
 
 
 def encode(pages: Pages, codec: str, scaling: str) -> Pages:
-    """Return float pages as int8 or fp8; dead slots hold the largest integer, or NaN, and NaN for a scale."""
+    """Return float pages in a codec; dead slots hold the largest integer, or NaN, and NaN for a scale."""
+    if codec == "int4":
+        stored = encode_heads(dataclasses.replace(CODECS["int4_token"], is_rotated=False), pages.data)
+        return Pages(stored.data, stored.scale, stored.zero, entry="int4")
     data = np.asarray(pages.data)
     axes = {"token": -1, "head": (0, 2, 3)}[scaling]
     dtype = (
@@ -105,12 +115,17 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype):
 
 # Eight blocks in one split: twice as many as are on their way at once.
 LONG = Shape(2, 1, 80, page_size=64, time=1, totals=(450,))
+LONG_TILING = Tiling(split_tokens=512, is_interpreted=True)
 
 
 def make_long_call(kernel: ModuleType):
     """Return a call of a kernel's module for `LONG` and its arguments."""
     arguments, num_pages = make_arguments(LONG, jnp.bfloat16)
-    options = {**make_options(LONG), "num_pages": num_pages, "tiling": Tiling(split_tokens=512)}
+    options = {
+        **make_options(LONG),
+        "num_pages": num_pages,
+        "tiling": Tiling(split_tokens=512, is_interpreted=True),
+    }
     return jax.jit(functools.partial(kernel.paged_attention, **options)), arguments, num_pages
 
 
@@ -169,8 +184,11 @@ def test_the_kernel_equals_the_definition_in_named_shapes(shape: Shape, dtype):
     assert_equals_the_definition(shape, dtype)
 
 
-ENCODED = [("int8", "token", 192), ("fp8_e4m3", "token", 80)]
+ENCODED = [("int8", "token", 192), ("fp8_e4m3", "token", 80), ("int4", "channels", 128)]
 MORE_ENCODED = [
+    ("int4", "channels", 64),
+    ("int4", "channels", 192),
+    ("int4", "channels", 256),
     ("int8", "token", 128),
     ("int8", "head", 64),
     ("fp8_e4m3", "token", 256),
@@ -194,6 +212,72 @@ def test_encoded_pools_cost_what_rounding_queries_and_weights_does(codec: str, s
     out, _ = run_kernel(shape, arguments, num_pages)
     expected, _ = run_reference(shape, arguments, num_pages)
     assert_close(out, expected, 2 * max(relative_errors(rounded, exact)))
+
+
+def encode_in_runs(shape: Shape) -> tuple[PagedArguments, int]:
+    """Return the arguments with keys in runs of slots, but for those of the runs that queries lie in."""
+    arguments, num_pages = make_arguments(shape)
+    *pages, head_dim = arguments.keys.data.shape
+    span = CODECS["int4"].span(shape.page_size)
+    stored = encode_run(arguments.keys.data.reshape(*pages[:2], -1, span, head_dim))
+    keys = Pages(stored.data.reshape(*pages, -1), stored.scale, stored.zero, entry="int4")
+    recent = np.full((len(shape.totals), pages[1], num_runs(shape.time, span) * span, head_dim), np.nan)
+    for row, (start, total) in enumerate(zip(np.asarray(arguments.starts), shape.totals, strict=True)):
+        held = make_dense(shape)[1][row, start - start % span : total].swapaxes(0, 1)
+        recent[row, :, : held.shape[1]] = held
+    values = encode(arguments.values, "int4", "channels")
+    return arguments._replace(keys=keys, values=values, recent=jnp.asarray(recent, jnp.bfloat16)), num_pages
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(8, 1, 128, page_size=64, time=5, totals=(0, 3, 131), window=90, soft_cap=5.0, has_sinks=True),
+        pytest.param(Shape(8, 2, 64, page_size=16, time=1, totals=(0, 1, 32, 100)), marks=pytest.mark.gate),
+    ],
+)
+def test_a_query_sees_the_keys_of_its_own_run_as_they_were_given(shape: Shape):
+    assert_costs_what_rounding_does(shape, pallas_gpu)
+
+
+def assert_costs_what_rounding_does(shape: Shape, kernel: ModuleType) -> None:
+    arguments, num_pages = encode_in_runs(shape)
+    options = {**make_options(shape), "num_pages": num_pages, "tiling": TILING}
+    out, log_sum = interpret(jax.jit(functools.partial(kernel.paged_attention, **options)), arguments)
+    exact, _ = run_reference(shape, make_arguments(shape)[0], num_pages)
+    rounded, _ = run_reference(shape, make_arguments(shape, jnp.bfloat16)[0], num_pages)
+    expected, expected_log_sum = run_reference(shape, arguments, num_pages)
+    assert_close(out, expected, 2 * max(relative_errors(rounded, exact)))
+    assert_log_sums_close(log_sum, expected_log_sum, 1e-2)
+
+
+RUN_FAULTS: dict[str, Fault] = {
+    "a run's middle that is off": (
+        stages,
+        "zero.astype(jnp.float32) + _MIDDLE",
+        "zero.astype(jnp.float32) + 7",
+    ),
+    "halves of bytes exchanged": (stages, "(pairs >> 4, half + first)", "(pairs & 15, half + first)"),
+    "scales of the first channels": (stages, "runs == place // RUN_CHANNELS", "runs == 0"),
+    "scales of the first slots": (stages, "slots >= run * form.run_slots", "slots < 0"),
+    "the own run's keys in the pages": (pallas_gpu, "ends = (limits - 1) & -sizes.keys.run_slots", "pass"),
+    "parts that weigh the same": (pallas_gpu, "out * jnp.exp(own - shift)[..., None]", "out / 2"),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("fault", RUN_FAULTS)
+def test_a_fault_among_the_runs_is_found(fault: str, monkeypatch):
+    where, found, replacement = RUN_FAULTS[fault]
+    source = inspect.getsource(where)
+    assert source.count(found) == 1
+    faulty = ModuleType("faulty")
+    exec(source.replace(found, replacement), faulty.__dict__)
+    if where is stages:
+        monkeypatch.setattr(pallas_gpu, "convert_runs", faulty.convert_runs)
+    shape = Shape(8, 1, 64, page_size=64, time=2, totals=(0, 3, 100))
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_costs_what_rounding_does(shape, pallas_gpu if where is stages else faulty)
 
 
 @pytest.mark.parametrize("fault", [shift_mask, drop_last_page, change_scale])
@@ -255,6 +339,11 @@ def make_pool_in_rows_of_128() -> PagedArguments:
     return make_pool()._replace(keys=pages, values=pages)
 
 
+def make_int4_pool(head_dim: int) -> PagedArguments:
+    pages = encode(Pages(jnp.zeros((2, 1, 16, head_dim))), "int4", "channels")
+    return make_pool(head_dim)._replace(keys=pages, values=pages)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -270,7 +359,7 @@ def make_pool_in_rows_of_128() -> PagedArguments:
         (make_pool(page_size=96), "takes pages of 8, 16, 32 or a multiple of 64 tokens, got 96; use 'xla'"),
         (
             make_pool(256, 8, jnp.int8, has_scales=True),
-            "int8 and fp8 heads of 256 in pages of 16 tokens or more, got 8; use 'xla'",
+            "heads of 256 in 4 or 8 bits in pages of 16 tokens or more, got 8",
         ),
         (make_pool(dtype=jnp.float32), "takes bfloat16 and float16 .* of number in float32 with no scale"),
         (make_pool_in_rows_of_128(), "takes pools of layout 'plain', got pages of 16 slots in rows .*8, 128"),
@@ -280,7 +369,14 @@ def make_pool_in_rows_of_128() -> PagedArguments:
             ),
             "at most 1073741824 bytes, got 1115947008 of 1056 sequences in 129 splits; use 'xla'",
         ),
-        (make_pool(dtype=jnp.int8), "with those of tokens or heads, got entries of number in int8 with no"),
+        (
+            make_pool(dtype=jnp.int8),
+            "those of tokens or heads, .* got entries of number in int8 with no",
+        ),
+        (
+            make_int4_pool(80),
+            "int4 in heads of a multiple of 64 .*, got entries of int4 in uint8 with scales",
+        ),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(arguments: PagedArguments, message: str):
@@ -303,6 +399,10 @@ AOT_CASES = [
     ("h200", "fp8_e4m3", 256, 16, 16, 8, 1024, 50.0),
     ("h200", "fp8_e4m3", 192, 8, 16, 8, 1024, 50.0),
     ("h100", "fp8_e4m3", 80, 16, 16, 8, 128, 30.0),
+    ("h200", "int8/int4", 128, 64, 1, 4, None, None),
+    ("h200", "int4_token", 256, 16, 16, 8, 1024, 50.0),
+    ("h200", "int4", 64, 16, 16, 8, 128, 30.0),
+    ("h100", "int4", 192, 128, 4, 8, None, None),
 ]
 
 
@@ -348,7 +448,7 @@ def test_kernels_for_hopper_spill_nothing_and_fit(
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize(
     ("codec", "layout"),
-    list(zip(("bf16", "int8", "fp8_e4m3", "int8_static"), (*LAYOUTS, "paged"), strict=True)),
+    list(zip(("bf16", "int8", "fp8_e4m3", "int8_static", "int4"), (*LAYOUTS, "paged", "dense"), strict=True)),
 )
 def test_a_loop_over_the_kernel_updates_the_cache_in_place(codec: str, layout: str):
     mesh = find_target("h200")
