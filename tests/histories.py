@@ -246,7 +246,7 @@ class History:
                     logits = np.where(is_own, query[row, :count, head] @ keys[:, head // group].T, logits)
                 logits /= self.form.head_dim**0.5
                 logits = np.where(is_seen, logits, -np.inf)
-                weights = np.exp(logits - logits.max(1, keepdims=True))
+                weights = np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
                 out[row, :count, head] = weights @ values[:, head // group] / weights.sum(1, keepdims=True)
         return out
 
