@@ -3,6 +3,7 @@
 Reads headers only.
 """
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from jkv.cache.codec import CODECS
+from jkv.cache.codec import CODECS, PoolLayout
 from jkv.cache.spec import CacheSpec
 from jkv.cli.options import Flag, find_tokenizer, parse_alone
 from jkv.models.decoder import cache_spec
@@ -25,7 +26,7 @@ from jkv.models.weights.checkpoint import checkpoint_shapes
 from jkv.models.weights.locate import ModelLocation
 from jkv.models.weights.model import StoredModel, open_model
 
-# Scales of int4 keys are shared by up to 32 slots of a page.
+# Scales of int4 keys are shared by up to 32 slots of a page; what a TPU pads depends on it too.
 _PAGE_SIZE = 32
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -134,9 +135,9 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
     return {
         "parameters": count,
         "weight_bytes": {name: count * size for name, size in _WEIGHT_BYTES.items()},
-        "cache_bytes_per_token": {
-            codec: _cache_bytes(config, codec) for codec, form in CODECS.items() if form.scaling != "static"
-        },
+        "cache_bytes_per_token": _cache_bytes(config, "plain"),
+        "cache_bytes_on_tpu": _cache_bytes(config, "tpu"),
+        "cache_page_size": _PAGE_SIZE,
         # In float32 and without page rounding.
         "cache_groups": groups,
         "window_cache_share": _window_share(groups),
@@ -152,12 +153,18 @@ def _window_share(groups: list[dict[str, Any]]) -> float | None:
     return round(kept / sum(layout["dense"] for layout in layouts), 4)
 
 
-def _cache_bytes(config: ModelConfig, codec: str) -> int | None:
-    """Return the bytes of a token; None where the codec does not take the model's heads."""
-    try:
-        return cache_spec(config, page_size=_PAGE_SIZE, codec=codec).bytes_per_token
-    except ValueError:
-        return None
+def _cache_bytes(config: ModelConfig, layout: PoolLayout) -> dict[str, int | None]:
+    """Return the bytes of a token in a pool layout, padding included, for each codec that needs no scales.
+
+    None where the codec does not take the model's heads.
+    """
+    sizes: dict[str, int | None] = {}
+    for codec in (name for name, form in CODECS.items() if form.scaling != "static"):
+        sizes[codec] = None
+        with contextlib.suppress(ValueError):
+            spec = cache_spec(config, page_size=_PAGE_SIZE, codec=codec, layout=layout)
+            sizes[codec] = spec.padded_bytes_per_token
+    return sizes
 
 
 def describe_groups(model: ModelConfig, spec: CacheSpec, *, max_chunk: int) -> list[dict[str, Any]]:

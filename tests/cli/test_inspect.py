@@ -14,6 +14,15 @@ def test_sizes_are_the_file_s(tiny):
             "int4": 3 * 2 * (8 // 2 + 8 * 4 // 32) + 3 * 2 * (8 // 2 + 2 * 4),
             "int4_token": 2 * 3 * 2 * (8 // 2 + 2 * 4),
         },
+        # A head of 8 has 16 slots in a row of 128 lanes, and a page of 32 two rows, or with shorter entries
+        # what fills a word; so has each array of scales.
+        "cache_bytes_on_tpu": {
+            "f32": 2 * 3 * 2 * 2 * 128 * 4 // 32,
+            "bf16": 2 * 3 * 2 * 2 * 128 * 2 // 32,
+            **dict.fromkeys(("int8", "fp8_e4m3", "fp8_e5m2"), 2 * 3 * 2 * (4 * 128 + 128 * 4) // 32),
+            **dict.fromkeys(("int4", "int4_token"), 2 * 3 * 2 * (4 * 128 + 2 * 2 * 128 * 2) // 32),
+        },
+        "cache_page_size": 32,
         "cache_groups": [
             {
                 "layers": 3,
