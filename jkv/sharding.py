@@ -4,14 +4,14 @@ Knows axis names and sizes; owns no array.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jkv.axes import AXES, NEVER_SPLIT
+from jkv.axes import AXES, NEVER_SPLIT, clashes
 
 # A dimension's logical axis, or several that split it, outermost first.
 Axis = str | tuple[str, ...] | None
@@ -37,13 +37,11 @@ class Sharding:
             ValueError: a name is unknown, or two axes of one array are split alike.
         """
         for axis, mesh_axis in rules.items():
-            if axis not in AXES:
-                near = difflib.get_close_matches(axis, AXES, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"sharding rules name logical axes {sorted(AXES)}, got {axis!r}{hint}")
+            _check_known(axis)
             if mesh_axis is not None and mesh_axis not in mesh.axis_names:
                 raise ValueError(
                     f"rule {axis!r} must name one of the mesh axes {mesh.axis_names}, got {mesh_axis!r}"
+                    f"{_did_you_mean(mesh_axis, mesh.axis_names)}"
                 )
         if rules.get("page") != rules.get("seq"):
             raise ValueError(
@@ -66,15 +64,23 @@ class Sharding:
             raise ValueError(
                 f"axes {', '.join(NEVER_SPLIT)} are never split, got a rule for {whole}; drop it"
             )
+        for array, axes, first, second in clashes(rules):
+            raise ValueError(
+                f"no two axes of an array may be split alike, got {rules[first]!r} for {first!r} and "
+                f"{second!r} of {array} {axes}; drop one"
+            )
         return cls(mesh, tuple((axis, to) for axis, to in rules.items() if to is not None))
 
     def spec(self, *axes: Axis) -> PartitionSpec:
         """Return the PartitionSpec of an array whose dimensions are the logical `axes`.
 
         Raises:
-            ValueError: two of the dimensions would be split over one mesh axis.
+            ValueError: a name is unknown, or two of the dimensions would be split over one mesh axis.
         """
         rules = dict(self.rules)
+        for axis in axes:
+            for name in _names(axis):
+                _check_known(name)
         parts = [[rules[one] for one in _names(axis) if one in rules] for axis in axes]
         used = [name for part in parts for name in part]
         if len(used) != len(set(used)):
@@ -131,3 +137,13 @@ def would_divide(size: int, count: int) -> str:
 
 def _names(axis: Axis) -> tuple[str, ...]:
     return axis if isinstance(axis, tuple) else (axis,) if axis else ()
+
+
+def _check_known(axis: str) -> None:
+    if axis not in AXES:
+        raise ValueError(f"logical axes are {', '.join(AXES)}, got {axis!r}{_did_you_mean(axis, AXES)}")
+
+
+def _did_you_mean(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -41,10 +41,15 @@ def test_axis_types_are_known():
     ("changes", "message"),
     [
         ({"kv_haed": "model"}, "got 'kv_haed'; did you mean 'kv_head'"),
-        ({"mlp": "modle"}, r"rule 'mlp' must name one of the mesh axes \('data', 'model'\), got 'modle'"),
+        ({"mlp": "modle"}, r"of the mesh axes \('data', 'model'\), got 'modle'; did you mean 'model'\?"),
         ({"page": "model"}, "'page' and 'seq' must be equal, got 'model' and 'data'"),
         ({"q_head": None}, "'q_head' and 'kv_head' must be equal, got None and 'model'"),
         ({"context": "model"}, "'context' and 'q_head' must differ, got 'model' for both"),
+        ({"embed": "model"}, "split alike, got 'model' for 'embed' and 'q_head' of query projection"),
+        (
+            {"seq": "model", "page": "model"},
+            r"for 'seq' and 'q_head' of queries \('seq', 'time', 'q_head', 'head_dim'\); drop one",
+        ),
         ({"context": "data"}, "'context' and 'seq' must differ, got 'data' for both"),
         (
             {"layer": "data"},
@@ -61,6 +66,11 @@ def test_rules_that_cannot_hold_are_refused(changes: dict, message: str):
 def test_an_array_split_twice_over_one_axis_is_refused():
     with pytest.raises(ValueError, match="would use a mesh axis twice"):
         make_sharding().spec("q_head", "mlp")
+
+
+def test_an_unknown_axis_of_an_array_is_refused_and_never_whole():
+    with pytest.raises(ValueError, match=r"logical axes are seq, .*, got 'sek'; did you mean 'seq'\?"):
+        make_sharding().named("sek", None)
 
 
 def test_a_size_that_shards_do_not_divide_is_refused():

@@ -12,12 +12,12 @@ import jax
 import tyro
 
 from jkv import ops
+from jkv.axes import LOGICAL_ARRAYS
 from jkv.cli.fits import check_divides, check_packs, weight_sizes
 from jkv.cli.inspect import describe_groups
 from jkv.cli.options import parse
 from jkv.cli.placements import describe_placements
 from jkv.config import (
-    LOGICAL_ARRAYS,
     DecodeConfig,
     MeshSection,
     SizesSection,

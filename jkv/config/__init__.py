@@ -5,7 +5,7 @@ Knows no JAX: a configuration can be read and checked anywhere.
 
 from jkv.config.errors import ConfigError, Place, Problem
 from jkv.config.load import config_yaml, load_config
-from jkv.config.mesh import LOGICAL_ARRAYS, MeshRules, MeshSection
+from jkv.config.mesh import MeshRules, MeshSection
 from jkv.config.sections import (
     CacheSection,
     CodecName,
@@ -18,7 +18,6 @@ from jkv.config.sections import (
 from jkv.config.sizes import ExpertSizes, LatentSizes, SizesSection
 
 __all__ = [
-    "LOGICAL_ARRAYS",
     "CacheSection",
     "CodecName",
     "ConfigError",

@@ -3,7 +3,6 @@
 Knows names and sizes; jkv.sharding makes the mesh and its shardings.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, PlainSerializer
 
+from jkv.axes import clashes
 from jkv.config.errors import did_you_mean
 from jkv.config.section import Conflict, Count, Section, Text
 from jkv.config.target import Target, read_target
@@ -42,26 +42,6 @@ class MeshRules(Section):
     expert: MeshAxis = None
     vocab: MeshAxis = None
     context: MeshAxis = None
-
-
-# The logical axes of what a model and its cache hold: a mesh axis may split one axis of each. Two of one
-# dimension split it one after the other.
-LOGICAL_ARRAYS: dict[str, tuple[str | tuple[str, ...], ...]] = {
-    "embedding": ("vocab", "embed"),
-    "query projection": ("embed", "q_head"),
-    "key, value projection": ("embed", "kv_head"),
-    "output projection": ("q_head", "embed"),
-    "mlp in": ("embed", "mlp"),
-    "mlp out": ("mlp", "embed"),
-    "experts in": ("expert", "embed", "mlp"),
-    "experts out": ("expert", "mlp", "embed"),
-    "hidden": ("seq", "time", "embed"),
-    "queries": ("seq", "time", "q_head", "head_dim"),
-    "logits": ("seq", "vocab"),
-    "pool": (("page", "context"), "kv_head", "slot", "head_dim"),
-    "pool, latent": (("page", "context"), "slot", "latent"),
-    "pool, rotary": (("page", "context"), "slot", "rope"),
-}
 
 
 @dataclass(frozen=True)
@@ -167,12 +147,6 @@ def _unequal(rules: MeshRules) -> Iterator[Conflict]:
 
 def _clashes(rules: MeshRules) -> Iterator[Conflict]:
     """Find mesh axes that split two axes of one array; each pair of axes is said once."""
-    seen = set()
-    for array, dimensions in LOGICAL_ARRAYS.items():
-        axes = [axis for one in dimensions for axis in ((one,) if isinstance(one, str) else one)]
-        for first, second in itertools.combinations(axes, 2):
-            name = getattr(rules, first, None)
-            if name is not None and name == getattr(rules, second, None) and {first, second} not in seen:
-                seen.add(frozenset((first, second)))
-                reason = f'must not be "{name}", which splits {first} of the same array'
-                yield ("rules", second), f"{reason} ({array}: {' '.join(axes)}); drop one"
+    for array, axes, first, second in clashes(asdict(rules)):
+        reason = f'must not be "{getattr(rules, second)}", which splits {first} of the same array'
+        yield ("rules", second), f"{reason} ({array}: {' '.join(axes)}); drop one"
