@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jkv import ops
@@ -152,6 +153,8 @@ def abstract_decoder(
 def abstract_model[Module: nnx.Module](make: Callable[[], Module], sharding: Sharding) -> Module:
     """Return a module whose parameters are shapes, each placed by the logical axes that it names.
 
+    One without such names lies as Flax's `out_sharding` says, or whole.
+
         model = abstract_model(lambda: Block(sharding), sharding)
 
     Raises:
@@ -166,19 +169,25 @@ def parameter_targets(model: nnx.Module, sharding: Sharding | None = None) -> di
     """Return shape, dtype and placement of each parameter, by its dotted path.
 
     Raises:
-        ValueError: the mesh does not divide a parameter.
+        ValueError: the mesh does not divide a parameter, or an axis is unknown.
     """
     targets = {}
     for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         shape, dtype = parameter.shape, parameter.dtype
-        placement = None
-        if sharding is not None:
-            axes = parameter.get_metadata("logical_axes")
-            for axis, size in zip(axes, shape, strict=True):
-                sharding.check_divides(axis, size)
-            placement = sharding.named(*axes)
+        placement = None if sharding is None else _placement(parameter, sharding)
         targets[".".join(map(str, path))] = jax.ShapeDtypeStruct(shape, dtype, sharding=placement)
     return targets
+
+
+def _placement(parameter: nnx.Param, sharding: Sharding) -> NamedSharding:
+    axes = parameter.get_metadata("logical_axes", None)
+    if axes is None:
+        # A layer that is not jkv's: Flax knows mesh axes.
+        placed = parameter.get_metadata("out_sharding", None) or ()
+        return NamedSharding(sharding.mesh, PartitionSpec(*placed))
+    for axis, size in zip(axes, parameter.shape, strict=True):
+        sharding.check_divides(axis, size)
+    return sharding.named(*axes)
 
 
 def set_parameters(model: nnx.Module, parameters: Mapping[str, Any]) -> None:
