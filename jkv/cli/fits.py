@@ -112,6 +112,16 @@ def check_divides(
         for axis, (size, what) in counted.items()
         if size % mesh.shards(axis)
     ]
+    needed = _needed_copies(sizes, mesh)
+    if not problems and mesh.kv_copies > needed:
+        problems.append(
+            Problem(
+                Place(name),
+                "mesh.kv_copies",
+                f"must be the copies that {sizes.num_kv_heads // mesh.kv_copies} KV heads need to split over "
+                f"{mesh.shards('kv_head')} devices, got {mesh.kv_copies}; set it to {needed}",
+            )
+        )
     problems += [
         Problem(
             Place(name),
@@ -124,6 +134,12 @@ def check_divides(
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _needed_copies(sizes: SizesSection, mesh: MeshSection) -> int:
+    """Return the fewest copies of each KV head that its axis splits: no two are on one device."""
+    ways = mesh.shards("kv_head")
+    return ways // gcd(ways, sizes.num_kv_heads // mesh.kv_copies)
 
 
 def _used_axes(mesh: MeshSection, *, has_experts: bool) -> set[str | None]:

@@ -11,6 +11,7 @@ from jkv.layers.latent import LatentDims
 from jkv.layers.mlp import SWIGLU, Gating
 from jkv.layers.moe import Routing, check_routing
 from jkv.layers.rope import RopeConfig
+from jkv.sharding import would_divide
 
 # Published decoders have up to 200; each layer of a model is built before its tensors are looked for.
 MAX_LAYERS = 10_000
@@ -137,7 +138,8 @@ def with_kv_copies(config: ModelConfig, copies: int) -> ModelConfig:
     It computes the same; its cache, and its key and value projections, are as many times as large.
 
     Raises:
-        ValueError: the query heads of a KV head do not split over its copies, or there are latents instead.
+        ValueError: the query heads of a KV head do not split over its copies, those of a token are normed at
+            once, or there are latents instead.
     """
     if copies == 1:
         return config
@@ -145,11 +147,17 @@ def with_kv_copies(config: ModelConfig, copies: int) -> ModelConfig:
         raise ValueError(
             f"kv_copies must be 1 for latent attention, whose latents lie whole on each device, got {copies}"
         )
-    group = config.num_heads // config.num_kv_heads
-    if group % copies or config.is_qk_norm_wide or config.kv_copies > 1:
+    assert config.kv_copies == 1, "copies of copies"
+    if config.is_qk_norm_wide:
         raise ValueError(
-            f"kv_copies must divide the {group} query heads of a KV head, in a model that norms each head by "
-            f"itself and is not stored with copies, got {copies}; choose another mesh"
+            f"kv_copies must be 1 for a model that norms all heads of a token at once, got {copies}; split "
+            f"its {config.num_kv_heads} KV heads over no more devices"
+        )
+    group = config.num_heads // config.num_kv_heads
+    if group % copies:
+        raise ValueError(
+            f"kv_copies must divide the {group} query heads of a KV head, got {copies}; choose "
+            f"{would_divide(group, copies)}, or another mesh"
         )
     return replace(config, num_kv_heads=config.num_kv_heads * copies, kv_copies=copies)
 

@@ -157,6 +157,14 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
     ]
 
 
+def test_copies_that_would_lie_on_one_device_are_refused():
+    sizes = {"num_heads": 16, "num_kv_heads": 2}
+    flags = ["--mesh", "cpu-4x2", "--mesh.kv-copies", "2"]
+    reason = "must be the copies that 2 KV heads need to split over 2 devices, got 2; set it to 1"
+    with pytest.raises(ConfigError, match=reason):
+        check("smollm2-cpu", flags, model=with_kv_copies(make_model(**sizes), 2))
+
+
 def test_the_command_prints_what_the_function_returns(run_jkv, tiny):
     flags = ("--cache.page-size", "32", "--model.path", str(tiny))
     shown = run_jkv("check", "smollm2-cpu", *flags)
@@ -186,8 +194,10 @@ def test_copies_that_do_not_fit_the_mesh_are_refused(refusal, tiny, copies, mess
 
 
 def test_more_copies_than_a_kv_head_has_queries_are_refused():
-    with pytest.raises(ValueError, match=r"must divide the 2 query heads of a KV head, .* got 4; choose"):
+    with pytest.raises(ValueError, match="must divide the 2 query heads of a KV head, got 4; choose 2, or"):
         with_kv_copies(make_model(num_kv_heads=2), 4)
+    with pytest.raises(ValueError, match="for a model that norms all heads of a token at once, got 2"):
+        with_kv_copies(make_model(num_kv_heads=2, is_qk_norm_wide=True), 2)
 
 
 def test_a_model_that_is_elsewhere_leaves_out_its_sizes(run_jkv):
