@@ -95,8 +95,9 @@ class RopeConfig:
             values["original_max_position"] = max_position if named is None else named
         if kind == "longrope":
             values.setdefault("factor", max_position / values["original_max_position"])
-            _check_long(values, dim)
         config = cls(dim=dim, theta=theta, scaling=kind, **values)
+        if kind == "longrope":
+            check_longrope(config)
         if kind == "llama3" and not config.low_freq_factor < config.high_freq_factor:
             raise ValueError(
                 "RoPE scaling 'llama3' must have low_freq_factor below high_freq_factor, "
@@ -117,15 +118,17 @@ class RopeConfig:
         return replace(self, frequency_factors=self.long_factors)
 
 
-def _check_long(values: dict, dim: int) -> None:
-    counts = [len(values[field]) for field in ("frequency_factors", "long_factors")]
-    if counts != [dim // 2] * 2:
+def check_longrope(config: RopeConfig) -> RopeConfig:
+    """Return an embedding of scaling longrope, or raise a ValueError that says what does not fit."""
+    counts = [len(factors or ()) for factors in (config.frequency_factors, config.long_factors)]
+    if counts != [config.dim // 2] * 2:
         raise ValueError(
-            f"RoPE scaling 'longrope' must have {dim // 2} numbers as short_factor and long_factor, one for "
-            f"each pair of the {dim} rotated entries, got {counts}"
+            f"RoPE scaling 'longrope' must have {config.dim // 2} numbers as short and as long factors, one "
+            f"for each pair of the {config.dim} rotated entries, got {counts}"
         )
-    if values["original_max_position"] < 2:
+    if config.original_max_position < 2:
         raise ValueError("RoPE scaling 'longrope' must have an original context above one token, got 1")
+    return config
 
 
 def _check_hf_keys(kind: str, entry: dict) -> None:

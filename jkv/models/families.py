@@ -118,6 +118,11 @@ def check_sizes(config: ModelConfig) -> ModelConfig:
             f"a head must have an even number of entries, got {config.head_dim} "
             f"({config.embed_dim} over {config.num_heads} heads where no size is named)"
         )
+    if config.latent is None and not (2 <= config.rope.dim <= config.head_dim and config.rope.dim % 2 == 0):
+        raise ValueError(
+            f"rotated entries must be an even number from 2 to the head's {config.head_dim}, "
+            f"got {config.rope.dim}"
+        )
     if config.latent is not None and config.latent.rope % 2:
         raise ValueError(
             f"latent attention must have an even number of rotated entries, got {config.latent.rope}"

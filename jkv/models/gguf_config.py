@@ -5,10 +5,11 @@ Knows which keys change what a model computes, after llama.cpp; opens no file.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from jkv.layers.moe import Routing
-from jkv.layers.rope import RopeConfig, yarn_mscale
+from jkv.layers.rope import RopeConfig, check_longrope, yarn_mscale
 from jkv.models.families import (
     FAMILIES,
     MAX_LAYERS,
@@ -21,6 +22,11 @@ from jkv.models.families import (
 )
 from jkv.models.fields import AT_LEAST_ZERO, COUNT, INDEX, POSITIVE, TEXT, check_fields, many, whole
 from jkv.models.gguf_latent import LATENT_KINDS, latent_dims, latent_mixture
+
+# Tensors that are no parameters: divisors of the rotary frequencies, and longrope's two sets of them.
+_FREQS = "rope_freqs.weight"
+_LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+FREQUENCY_TABLES = (_FREQS, *_LONGROPE)
 
 _REQUIRED = frozenset(
     {
@@ -105,14 +111,14 @@ _TOKEN_KINDS = {
 def config_from_gguf(
     metadata: Mapping[str, Any],
     tensor_names: Collection[str],
-    frequency_factors: tuple[float, ...] | None = None,
+    tables: Mapping[str, list[float]] = MappingProxyType({}),
 ) -> ModelConfig:
     """Read a GGUF file's metadata.
 
     Args:
         metadata: the file's keys and values.
         tensor_names: its tensors, which say whether there are biases and an output head.
-        frequency_factors: the tensor `rope_freqs.weight`, where the file has it.
+        tables: those of `FREQUENCY_TABLES` that the file has.
 
     Raises:
         ValueError: the architecture is not one of `FAMILIES`, a size is missing, or a key could change what
@@ -127,15 +133,15 @@ def config_from_gguf(
     given = _keys(metadata, architecture, family)
     check_fields(given, _KINDS, f"{architecture}.")
     check_fields(metadata, _TOKEN_KINDS, "")
+    check_fields(tables, dict.fromkeys(FREQUENCY_TABLES, many(POSITIVE)), "")
     num_layers = _num_layers(given, architecture, tensor_names)
     num_heads = given["attention.head_count"]
     latent = latent_dims(given) if family.has_latent else None
-    head_dim = latent.key if latent else _head_dim(given, architecture)
-    rope_dim = latent.rope if latent else head_dim
-    if ("rope_freqs.weight" in tensor_names) != (frequency_factors is not None):
-        raise ValueError(
-            "frequency_factors must be given exactly where the file has a tensor rope_freqs.weight"
-        )
+    head_dim = latent.key if latent else _head_dim(given, architecture, family)
+    rope_dim = latent.rope if latent else given.get("rope.dimension_count", head_dim)
+    found = {name for name in FREQUENCY_TABLES if name in tensor_names}
+    if found != tables.keys():
+        raise ValueError(f"tables must be those of the file, {sorted(found)}, got {sorted(tables)}")
     return check_sizes(
         ModelConfig(
             family=name,
@@ -147,7 +153,7 @@ def config_from_gguf(
             head_dim=head_dim,
             mlp_dim=given["feed_forward_length"],
             norm_eps=float(given["attention.layer_norm_rms_epsilon"]),
-            rope=_rope(given, family, rope_dim, frequency_factors),
+            rope=_rope(given, family, rope_dim, tables),
             window_rope=_window_rope(given, family, rope_dim),
             max_length=given["context_length"],
             windows=windows_by_period(family, given.get("attention.sliding_window") or None, num_layers),
@@ -225,9 +231,12 @@ def _num_layers(given: Mapping[str, Any], architecture: str, tensor_names: Colle
     return num_blocks - num_past
 
 
-def _head_dim(given: Mapping[str, Any], architecture: str) -> int:
+def _head_dim(given: Mapping[str, Any], architecture: str, family: Family) -> int:
     head_dim = given.get("attention.key_length", given["embedding_length"] // given["attention.head_count"])
-    for key in ("attention.value_length", "rope.dimension_count"):
+    whole_keys = {"attention.value_length", "rope.dimension_count"}
+    if "partial_rotary_factor" in family.keys:
+        whole_keys.remove("rope.dimension_count")
+    for key in sorted(whole_keys):
         if given.get(key, head_dim) != head_dim:
             raise ValueError(f"{architecture}.{key} must be the head's size {head_dim}, got {given[key]}")
     return head_dim
@@ -274,17 +283,19 @@ def _window_rope(given: Mapping[str, Any], family: Family, head_dim: int) -> Rop
 
 
 def _rope(
-    given: Mapping[str, Any], family: Family, head_dim: int, factors: tuple[float, ...] | None
+    given: Mapping[str, Any], family: Family, dim: int, tables: Mapping[str, list[float]]
 ) -> RopeConfig:
     """Read as llama.cpp does: a factor without a type is linear, attn_factor multiplies yarn's own."""
-    rope = RopeConfig(
-        dim=head_dim, theta=float(given.get("rope.freq_base", 10000.0)), frequency_factors=factors
-    )
+    factors = tuple(tables[_FREQS]) if _FREQS in tables else None
+    rope = RopeConfig(dim=dim, theta=float(given.get("rope.freq_base", 10000.0)), frequency_factors=factors)
+    if given.get("rope.scaling.type") == "longrope" or not tables.keys().isdisjoint(_LONGROPE):
+        return _longrope(given, rope, tables)
     kind = given.get("rope.scaling.type", "linear")
     factor = float(given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1.0)
     attention_factor = float(given.get("rope.scaling.attn_factor", 1.0))
     if kind not in ("none", "linear", "yarn"):
-        raise ValueError(f"rope.scaling.type must be one of ['linear', 'none', 'yarn'], got {kind!r}")
+        known = ["linear", "longrope", "none", "yarn"]
+        raise ValueError(f"rope.scaling.type must be one of {known}, got {kind!r}")
     if kind == "yarn":
         # The converter writes a tenth of DeepSeek's mscale_all_dim; all published mscales equal it.
         mscale = 10 * float(given.get("rope.scaling.yarn_log_multiplier", 0.0))
@@ -303,3 +314,29 @@ def _rope(
     if attention_factor != 1.0:
         raise ValueError(f"rope.scaling.attn_factor must be 1.0 without yarn, got {attention_factor}")
     return rope if kind == "none" or factor == 1.0 else replace(rope, scaling="linear", factor=factor)
+
+
+def _longrope(given: Mapping[str, Any], rope: RopeConfig, tables: Mapping[str, list[float]]) -> RopeConfig:
+    """Read as llama.cpp does: both tables and attn_factor say all, which converters of Phi-3 give no type."""
+    if tables.keys() != set(_LONGROPE):
+        raise ValueError(f"longrope must have the tables {list(_LONGROPE)}, got {sorted(tables)}")
+    kind, factor = given.get("rope.scaling.type", "longrope"), given.get("rope.scaling.factor", 1.0)
+    if kind != "longrope" or factor != 1.0:
+        raise ValueError(
+            f"rope.scaling.type must be 'longrope' beside {_LONGROPE[0]}, and its factor 1.0, got {kind!r} "
+            f"and {factor}"
+        )
+    context = given["context_length"]
+    original = given.get("rope.scaling.original_context_length", context)
+    short, long = (tuple(tables[name]) for name in _LONGROPE)
+    return check_longrope(
+        replace(
+            rope,
+            scaling="longrope",
+            factor=context / original,
+            original_max_position=original,
+            attention_factor=float(given.get("rope.scaling.attn_factor", 1.0)),
+            frequency_factors=short,
+            long_factors=long,
+        )
+    )

@@ -98,11 +98,47 @@ def test_yarn_multiplies_its_own_attention_factor():
 
 
 def test_the_frequency_tensor_becomes_the_divisors():
-    factors = (1.0, 2.0, 4.0, 8.0)
-    config = config_from_gguf(make_metadata(), ("rope_freqs.weight",), factors)
-    assert config.rope.frequency_factors == factors
-    with pytest.raises(ValueError, match=r"exactly where the file has a tensor rope_freqs.weight"):
-        config_from_gguf(make_metadata(), ("rope_freqs.weight",))
+    tables = {"rope_freqs.weight": [1.0, 2.0, 4.0, 8.0]}
+    config = config_from_gguf(make_metadata(), tables, tables)
+    assert config.rope.frequency_factors == (1.0, 2.0, 4.0, 8.0)
+    with pytest.raises(ValueError, match=r"those of the file, \['rope_freqs.weight'\], got \[\]"):
+        config_from_gguf(make_metadata(), tables)
+    with pytest.raises(ValueError, match=r"rope_freqs.weight must be a list, each a number above 0"):
+        config_from_gguf(make_metadata(), tables, {"rope_freqs.weight": [1.0, 0.0, 4.0, 8.0]})
+
+
+def make_phi3(short: int = 3, long: int = 3, **changes: object) -> ModelConfig:
+    """Return a Phi-3 whose context was extended, by tables of so many numbers; 0 has none."""
+    tables = {"rope_factors_short.weight": [1.5] * short, "rope_factors_long.weight": [4.0] * long}
+    tables = {name: table for name, table in tables.items() if table}
+    keys = {"rope__dimension_count": 6, "rope__scaling__original_context_length": 1024}
+    keys |= {"rope__scaling__attn_factor": 1.25} | changes
+    return config_from_gguf(make_metadata("phi3", **keys), tables, tables)
+
+
+def test_longrope_is_two_tables_over_a_part_of_the_head():
+    config = make_phi3()
+    assert (config.head_dim, config.rope.dim, attention_scaling(config.rope)) == (8, 6, 1.25)
+    assert config.rope.for_capacity(1024).frequency_factors == (1.5,) * 3
+    assert config.rope.for_capacity(1025).frequency_factors == (4.0,) * 3
+    assert make_phi3(rope__scaling__type="longrope") == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"long": 0}, r"must have the tables .*_long.weight'\], got \['rope_factors_short.weight'\]"),
+        ({"long": 4}, r"must have 3 numbers as short and as long factors, .*, got \[3, 4\]"),
+        ({"rope__dimension_count": 5, "short": 2, "long": 2}, "even number from 2 to the head's 8, got 5"),
+        ({"rope__dimension_count": 10, "short": 5, "long": 5}, "even number from 2 to the head's 8, got 10"),
+        ({"rope__scaling__type": "yarn"}, "type must be 'longrope' .*, got 'yarn' and 1.0"),
+        ({"rope__scaling__factor": 4.0}, "and its factor 1.0, got 'longrope' and 4.0"),
+        ({"rope__scaling__original_context_length": 1}, "original context above one token, got 1"),
+    ],
+)
+def test_a_longrope_that_does_not_fit_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        make_phi3(**changes)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +151,8 @@ def test_the_frequency_tensor_becomes_the_divisors():
         ({"logit_scale": 0.5}, r"does not compute: \['llama.logit_scale'\]"),
         ({"rope__dimension_count": 4}, "llama.rope.dimension_count must be the head's size 8, got 4"),
         ({"attention__value_length": 16}, "llama.attention.value_length must be the head's size 8, got 16"),
-        ({"rope__scaling__type": "longrope"}, "rope.scaling.type must be one of .* got 'longrope'"),
+        ({"rope__scaling__type": "dynamic"}, "rope.scaling.type must be one of .* got 'dynamic'"),
+        ({"rope__scaling__type": "longrope"}, r"longrope must have the tables .*, got \[\]"),
         ({"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier must be 0.0, got 0.1"),
         ({"rope__scaling__attn_factor": 2.0}, "attn_factor must be 1.0 without yarn, got 2.0"),
     ],

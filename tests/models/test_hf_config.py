@@ -237,9 +237,11 @@ def test_a_phi_4_mini_rotates_three_quarters_of_its_heads_by_longrope():
         (
             "Phi3",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
-            r"must have 4 numbers as short_factor and long_factor, .* 8 rotated entries, got \[1, 4\]",
+            r"must have 4 numbers as short and as long factors, .* 8 rotated entries, got \[1, 4\]",
         ),
         ("Phi3", {"partial_rotary_factor": 1.5}, "above 0 and at most 1, got 1.5"),
+        ("Phi3", {"partial_rotary_factor": 0.1}, "even number from 2 to the head's 8, got 0"),
+        ("Phi3", {"partial_rotary_factor": 0.4}, "even number from 2 to the head's 8, got 3"),
         ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
         ("Gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
         ("Gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),

@@ -72,12 +72,6 @@ class GgufSource:
             ) from error
         return values[..., start - first * block_size : stop - first * block_size]
 
-    def frequency_factors(self) -> tuple[float, ...] | None:
-        """Return the divisors of the rotary frequencies, where the file has them."""
-        if "rope_freqs.weight" not in self._infos:
-            return None
-        return tuple(self.read("rope_freqs.weight").astype(np.float64).tolist())
-
 
 def _info(place: GgufTensor) -> TensorInfo:
     return TensorInfo(place.shape, _PLAIN.get(place.type, np.dtype(np.float32)), place.type.name)

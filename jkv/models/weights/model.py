@@ -13,7 +13,7 @@ import jax
 
 from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.fields import read_json_object
-from jkv.models.gguf_config import config_from_gguf
+from jkv.models.gguf_config import FREQUENCY_TABLES, config_from_gguf
 from jkv.models.hf_config import config_from_hf
 from jkv.models.weights.checkpoint import (
     checkpoint_fingerprint,
@@ -93,8 +93,9 @@ def _open(location: ModelLocation) -> StoredModel:
         return StoredModel(location, read_checkpoint_config(location.path), None)
     if location.format == "gguf":
         source = GgufSource(location.path)
+        tables = {name: source.read(name).tolist() for name in FREQUENCY_TABLES if name in source.tensors}
         with _naming(location.path):
-            config = config_from_gguf(source.metadata, source.tensors, source.frequency_factors())
+            config = config_from_gguf(source.metadata, source.tensors, tables)
         num_past = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers", 0)
         return StoredModel(location, config, LeadingLayers(source, config.num_layers, num_past, stem="blk."))
     description = read_json_object(location.path / "config.json")

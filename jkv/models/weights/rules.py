@@ -15,7 +15,7 @@ from jkv.models.families import FAMILIES, MixtureConfig, ModelConfig
 Format = Literal["hf", "gguf"]
 
 # Tables that the configuration holds too: GGUF's is read with the metadata, old Hugging Face files repeat it.
-_DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^rope_freqs\.weight$")
+_DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^rope_(freqs|factors_(short|long))\.weight$")
 
 
 @dataclass(frozen=True)

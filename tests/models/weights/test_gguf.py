@@ -88,10 +88,3 @@ def test_a_type_that_the_package_cannot_decode_is_named(tmp_path: Path):
         ValueError, match="tensor 'x' must be of a type that the gguf package decodes, got Q8_K"
     ):
         source.read("x")
-
-
-def test_frequency_factors_are_the_table_or_none(tmp_path: Path):
-    table = np.array([1, 2, 8], np.float32)
-    source = write_tensor(tmp_path / "x.gguf", table, name="rope_freqs.weight")
-    assert source.frequency_factors() == (1.0, 2.0, 8.0)
-    assert write_tensor(tmp_path / "y.gguf", table).frequency_factors() is None

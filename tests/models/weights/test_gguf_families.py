@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jkv.layers.latent import LatentDims
-from jkv.layers.rope import attention_scaling, inverse_frequencies, softmax_correction
+from jkv.layers.rope import RopeConfig, attention_scaling, inverse_frequencies, softmax_correction
 from jkv.models.families import FAMILIES, ModelConfig
 from jkv.models.load import abstract_decoder, load_model, parameter_targets
 from jkv.models.weights.model import StoredModel, open_model
@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "olmo2": "olmo2",
     "phi3": "phi3",
+    "phi3_longrope": "phi3",
     "deepseek_v2_lite": "deepseek2",
     "deepseek_v3": "deepseek2",
     "deepseek_v3_yarn": "deepseek2",
@@ -85,6 +86,8 @@ def write_gguf(
         writer.add_rope_scaling_orig_ctx_len(config.rope.original_max_position)
         if config.rope.mscale_all_dim:
             writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope.mscale_all_dim)
+    if config.rope.long_factors is not None:
+        add_longrope(writer, config.rope)
     for name, tensor in llama_cpp_tensors(model, architecture, is_split=is_split).items():
         writer.add_tensor(name, np.ascontiguousarray(tensor))
     writer.write_header_to_file()
@@ -92,6 +95,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_longrope(writer: gguf.GGUFWriter, rope: RopeConfig) -> None:
+    """Write what the converter does: no type, and tensors that are no parameters."""
+    writer.add_rope_dimension_count(rope.dim)
+    writer.add_rope_scaling_orig_ctx_len(rope.original_max_position)
+    writer.add_rope_scaling_attn_factors(attention_scaling(rope))
+    for key, capacity in (("SHORT", rope.original_max_position), ("LONG", rope.original_max_position + 1)):
+        name = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[f"ROPE_FACTORS_{key}"]]
+        factors = rope.for_capacity(capacity).frequency_factors
+        writer.add_tensor(f"{name}.weight", np.array(factors, np.float32))
 
 
 def add_latent_keys(
@@ -194,9 +208,9 @@ def check_same(file: StoredModel, folder: StoredModel) -> None:
         routing = file.config.mixture.routing
         rounded = dataclasses.replace(routing, scale=round(routing.scale, 6))
         assert dataclasses.replace(file.config.mixture, routing=rounded) == folder.config.mixture
-    np.testing.assert_array_equal(
-        inverse_frequencies(file.config.rope), inverse_frequencies(folder.config.rope)
-    )
+    for capacity in (1, folder.config.max_length):
+        found, expected = (model.config.rope.for_capacity(capacity) for model in (file, folder))
+        np.testing.assert_allclose(inverse_frequencies(found), inverse_frequencies(expected), rtol=1e-6)
     for factor in (attention_scaling, softmax_correction):
         assert factor(file.config.rope) == pytest.approx(factor(folder.config.rope))
     found, expected = load(file), load(folder)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jkv.models.decoder import Decoder
 from jkv.models.families import ModelConfig
+from jkv.models.gguf_config import FREQUENCY_TABLES
 from jkv.models.hf_config import config_from_hf
 from jkv.models.weights.rules import Format, is_derived, tensor_rules
 
@@ -71,6 +72,6 @@ def test_only_q_and_k_of_a_gguf_llama_are_permuted_each_by_its_own_heads():
 
 def test_tables_that_follow_from_the_configuration_are_derived():
     assert is_derived("model.layers.3.self_attn.rotary_emb.inv_freq")
-    assert is_derived("rope_freqs.weight")
+    assert all(map(is_derived, FREQUENCY_TABLES))
     assert not is_derived("blk.0.rope_freqs.weight.extra")
     assert not is_derived("model.norm.weight")
