@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -56,17 +57,32 @@ def new_folder(path: Path) -> Iterator[Path]:
     It is beside `path` under a hidden name until then: an error removes it, and a kill leaves it there.
 
     Raises:
-        ValueError: as `check_new`.
+        ValueError: as `check_new`, or the system wrote no more.
     """
     check_new(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # What keeps it from being removed must not hide why it is removed.
-    with tempfile.TemporaryDirectory(
-        prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True
-    ) as unfinished:
-        folder = Path(unfinished) / path.name
-        yield folder
-        folder.rename(path)
+    hidden = f".{path.name}-"
+    try:
+        # What keeps it from being removed must not hide why it is removed.
+        with tempfile.TemporaryDirectory(
+            prefix=hidden, dir=path.parent, ignore_cleanup_errors=True
+        ) as unfinished:
+            folder = Path(unfinished) / path.name
+            yield folder
+            folder.rename(path)
+    except (OSError, ValueError) as error:
+        reason = _system_reason(error)
+        if reason is None or str(path.parent / hidden) not in str(error):
+            raise
+        raise ValueError(f"{path} must be written whole, got: {reason}; nothing of it was kept") from error
+
+
+def _system_reason(error: OSError | ValueError) -> str | None:
+    """Return what the system said, to Python or to TensorStore, which puts its code into the text."""
+    if isinstance(error, OSError):
+        return error.strerror
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return None if code is None else os.strerror(int(code[1]))
 
 
 @contextlib.contextmanager
@@ -74,10 +90,9 @@ def errors_once() -> Iterator[None]:
     """Keep Orbax from logging an error in each of its threads; the caller gets it too."""
     logger = logging.getLogger("absl")
     logger.addFilter(_is_no_thread_error)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_no_thread_error)
+    yield
+    # Not after an error: other threads may meet it later than the one that was waited for.
+    logger.removeFilter(_is_no_thread_error)
 
 
 def _is_no_thread_error(record: logging.LogRecord) -> bool:

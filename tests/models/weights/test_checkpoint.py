@@ -1,6 +1,7 @@
 """jkv's checkpoints: saved on one mesh, restored on another, and refused when they are not whole."""
 
 import json
+import logging
 import math
 import os
 import resource
@@ -165,12 +166,26 @@ def test_a_disk_that_takes_no_more_leaves_nothing_and_says_so_once(
     weights = {WEIGHT: jnp.asarray(make_normal(256, 256))}
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(ValueError, match="File too large"), new_folder(tmp_path / "model") as folder:
+        with (
+            pytest.raises(ValueError, match="/model must be written whole, got: File too large; nothing"),
+            new_folder(tmp_path / "model") as folder,
+        ):
             save_checkpoint(folder, CONFIG, weights)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not os.listdir(tmp_path)
+    # What a thread says that ends after the error was raised.
+    logging.getLogger("absl").error("_SignalingThread.run() raised an exception: NOT_FOUND")
     assert not caplog.records
+
+
+def test_a_folder_that_the_system_does_not_make_is_told_by_its_own_name(tmp_path: Path):
+    path = tmp_path / ("m" * 250)
+    with (
+        pytest.raises(ValueError, match=f"^{path} must be written whole, got: File name too long"),
+        new_folder(path),
+    ):
+        pass
 
 
 def test_other_parameters_are_named(saved: tuple):
