@@ -21,7 +21,7 @@ from jkv.targets import shapes_on
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
-from kernels_pallas.paged_attention import PagedArguments, pallas_gpu
+from kernels_pallas.paged_attention import PagedArguments, Stripe, pallas_gpu
 from kernels_pallas.paged_attention.shapes import Shape
 
 from .kernels_pallas.models import make_pages
@@ -64,7 +64,14 @@ class Report(NamedTuple):
 
 
 def compile_paged(
-    mesh: Mesh, shape: Shape, codec: str, *, num_pages: int, folder: Path, **options: Any
+    mesh: Mesh,
+    shape: Shape,
+    codec: str,
+    *,
+    num_pages: int,
+    folder: Path,
+    is_striped: bool = False,
+    **options: Any,
 ) -> dict[str, Report]:
     """Compile a call of paged attention, over two layers of pages, and return a report for each kernel.
 
@@ -74,6 +81,7 @@ def compile_paged(
         codec: of keys, and of values after a slash.
         num_pages: pages of a layer.
         folder: an empty one, for what the compiler writes.
+        is_striped: whether the table is that of a stripe.
         options: of the kernel.
     """
     num_seqs = len(shape.totals)
@@ -84,7 +92,8 @@ def compile_paged(
         keys, values = (make_pages(each, of_pool, sizes, "gpu") for each in find_codecs(*codec.split("/")))
         query = jnp.zeros((num_seqs, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16)
         table, rows = jnp.zeros((num_seqs, 64), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
-        arguments = PagedArguments(query, keys, values, table, rows, rows, rows[0])
+        stripe = Stripe(rows[0], rows[0]) if is_striped else None
+        arguments = PagedArguments(query, keys, values, table, rows, rows, rows[0], stripe=stripe)
         if (span := keys.run_slots) is None:
             return arguments
         recent = (num_seqs, shape.num_kv_heads, num_runs(shape.time, span) * span, shape.head_dim)

@@ -1,6 +1,7 @@
 """Blocks of a sequence's tokens, and where their slots lie in its pages.
 
-An entry of the table that names no page is read as the layer's first page; its slots are dead.
+An entry of the table that names no page is read as the layer's first page; its slots are dead. Where a table
+is that of a stripe, pages, slots and blocks are counted in the stripe; positions are those of the sequence.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels_pallas.paged_attention.contract import Stripe
 
 # Keys of a block: the M of one wgmma.
 BLOCK_TOKENS = 64
@@ -77,6 +80,13 @@ class Walk(NamedTuple):
                 slot = lax.rem(block * BLOCK_TOKENS, jnp.int32(self.page_size)) + place
             yield Piece(page, slot, place)
 
+    def position(self, slot: jax.Array, stripe: Stripe | None) -> jax.Array:
+        """Return the position of a slot of the sequence's pages, or of those of the stripe."""
+        if stripe is None:
+            return slot
+        page = lax.div(slot, jnp.int32(self.page_size))
+        return slot + (page * (stripe.stride - 1) + stripe.offset) * self.page_size
+
     def live_positions(
         self,
         slots: jax.Array,
@@ -84,20 +94,26 @@ class Walk(NamedTuple):
         named: jax.Array,
         first_seen: jax.Array,
         end: jax.Array,
+        stripe: Stripe | None = None,
     ) -> jax.Array:
         """Return the positions of a block's slots, `NO_POSITION` where none is held that a query sees."""
-        positions = block * BLOCK_TOKENS + slots
+        positions = self.position(block * BLOCK_TOKENS + slots, stripe)
         is_live = (positions >= first_seen) & (positions < end)
         is_live &= ((named >> (slots // min(self.page_size, BLOCK_TOKENS))) & 1) == 1
         return jnp.where(is_live, positions, NO_POSITION)
 
     def is_whole(
-        self, block: jax.Array, named: jax.Array, first_seen: jax.Array, end: jax.Array
+        self,
+        block: jax.Array,
+        named: jax.Array,
+        first_seen: jax.Array,
+        end: jax.Array,
+        stripe: Stripe | None = None,
     ) -> jax.Array:
         """Return whether all of a block's slots are live."""
-        begin = block * BLOCK_TOKENS
+        first, last = (self.position(block * BLOCK_TOKENS + i, stripe) for i in (0, BLOCK_TOKENS - 1))
         is_whole = named == (1 << self.block_pages) - 1
-        return is_whole & (begin >= first_seen) & (begin + BLOCK_TOKENS <= end)
+        return is_whole & (first >= first_seen) & (last < end)
 
 
 def divide(number: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.hopper.accumulators import LOG2_E, OF_COLUMNS, OF_ROWS, full, log_sum_of, tall, wide
 from kernels_pallas.hopper.blocks import BLOCK_TOKENS, divide
+from kernels_pallas.paged_attention.contract import Stripe
 
 # Partial sums are merged one after another: more splits would take longer to merge than to attend.
 _MAX_SPLITS = 128
@@ -32,11 +33,13 @@ class Cut(NamedTuple):
         split: tokens of a split.
         max_splits: splits of a sequence at most.
         capacity: tokens that a sequence's table names.
+        page_size: slots of a page.
     """
 
     split: int
     max_splits: int
     capacity: int
+    page_size: int
 
 
 class Splits(NamedTuple):
@@ -44,23 +47,25 @@ class Splits(NamedTuple):
 
     Attributes:
         work: of each split its sequence, first block, blocks, first token that a query sees, and tokens held.
-        counts: the number of splits, and the pool's page that is page 0 of the layer.
+        counts: the number of splits, the pool's page that is page 0 of the layer, and the stripe's stride and
+            offset where there is one.
         of_sequences: of each sequence its first split, and how many it has.
         limits: the first position that a query row does not see; 0 for padding.
     """
 
     work: Int[Array, "split 5"]
-    counts: Int[Array, " 2"]
+    counts: Int[Array, " count"]
     of_sequences: Int[Array, "seq 2"]
     limits: Int[Array, "seq row"]
 
 
-def cut(capacity: int, split_tokens: int) -> Cut:
-    """Return splits of `split_tokens`, or of more where a table's `capacity` would make too many."""
+def cut(table: Int[Array, "seq max_pages"], page_size: int, split_tokens: int) -> Cut:
+    """Return splits of `split_tokens`, or of more where all that a table names would make too many."""
+    capacity = table.shape[1] * page_size
     split = max(split_tokens, -(-capacity // _MAX_SPLITS))
     split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
     # What is seen may begin within a split.
-    return Cut(split, -(-capacity // split) + 1, capacity)
+    return Cut(split, -(-capacity // split) + 1, capacity, page_size)
 
 
 def refusal_of_partial_results(sizes: Cut, num_seqs: int, numbers: int) -> str | None:
@@ -79,6 +84,7 @@ def plan(
     lens: Int[Array, " seq"],
     page_offset: Int[Array, ""] | int,
     sizes: Cut,
+    stripe: Stripe | None = None,
     *,
     time: int,
     group: int,
@@ -89,11 +95,17 @@ def plan(
     num_seqs = starts.shape[0]
     ends = starts + lens
     # A table names the latest pages: those before are written over.
-    first_seen = jnp.maximum(ends - sizes.capacity, 0)
+    stride = 1 if stripe is None else stripe.stride
+    first_seen = jnp.maximum(ends - sizes.capacity * stride, 0)
     if window is not None:
         first_seen = jnp.maximum(first_seen, starts - window + 1)
-    first_split = first_seen // sizes.split
-    counts = jnp.where(lens > 0, -(-ends // sizes.split) - first_split, 0)
+    first_slot, end_slot = first_seen, ends
+    if stripe is not None:
+        # Counted in the stripe, whole pages: what they hold besides is masked.
+        pages = first_seen // sizes.page_size, -(-ends // sizes.page_size)
+        first_slot, end_slot = (stripe.pages_before(page) * sizes.page_size for page in pages)
+    first_split = first_slot // sizes.split
+    counts = jnp.where(lens > 0, -(-end_slot // sizes.split) - first_split, 0)
     last = jnp.cumsum(counts, dtype=jnp.int32)
     first = last - counts
 
@@ -101,8 +113,8 @@ def plan(
     # Past the last split there is a sequence too: what it says is not read.
     seq = jnp.minimum(jnp.searchsorted(last, split, side="right").astype(jnp.int32), num_seqs - 1)
     begin = (first_split[seq] + split - first[seq]) * sizes.split
-    first_block = jnp.maximum(begin, first_seen[seq]) // BLOCK_TOKENS
-    end_block = -(-jnp.minimum(begin + sizes.split, ends[seq]) // BLOCK_TOKENS)
+    first_block = jnp.maximum(begin, first_slot[seq]) // BLOCK_TOKENS
+    end_block = -(-jnp.minimum(begin + sizes.split, end_slot[seq]) // BLOCK_TOKENS)
     work = jnp.stack([seq, first_block, end_block - first_block, first_seen[seq], ends[seq]], axis=1)
 
     steps = jnp.arange(time, dtype=jnp.int32)[None]
@@ -110,7 +122,7 @@ def plan(
     limits = jnp.pad(jnp.repeat(limits, group, axis=1), ((0, 0), (0, padding)))
     return Splits(
         work=work.astype(jnp.int32),
-        counts=jnp.stack([last[-1], jnp.asarray(page_offset, jnp.int32)]),
+        counts=jnp.stack([jnp.asarray(x, jnp.int32) for x in (last[-1], page_offset, *(stripe or ()))]),
         of_sequences=jnp.stack([first, counts], axis=1).astype(jnp.int32),
         limits=limits.astype(jnp.int32),
     )

@@ -8,13 +8,14 @@ sequence's splits by their log-sum-exp. Channels of values are rows of a `wgmma`
 heads the last 64 channels are multiplied by themselves, those among them that were before once more.
 
 Grid: `Tiling.num_programs`, whatever the batch; which splits there are is worked out on the device beside the
-kernel, so cost follows the tokens held. Blocks and splits begin at multiples of their size: no result depends
-on the rest of the batch. Shared memory: a query, a few blocks of keys and values, the weights of one block.
-Logits, softmax and sums are float32; queries and weights are rounded to the dtype they are multiplied in, as
-tensor cores ask: the pool's, bfloat16 for int8 and int4 and float16 for fp8, to which Hopper converts fast.
-Scales of keys multiply logits, those of values weights; those of runs, with their zero points, 4-bit entries
-while they are converted. What a query sees of its own run, whose keys are not in the pages where runs are of
-slots, is attended to in plain JAX and merged by its log-sum-exp.
+kernel, so cost follows the tokens held. Where a table is that of a stripe, they are counted in the stripe.
+Blocks and splits begin at multiples of their size: no result depends on the rest of the batch. Shared memory:
+a query, a few blocks of keys and values, the weights of one block. Logits, softmax and sums are float32;
+queries and weights are rounded to the dtype they are multiplied in, as tensor cores ask: the pool's, bfloat16
+for int8 and int4 and float16 for fp8, to which Hopper converts fast. Scales of keys multiply logits, those of
+values weights; those of runs, with their zero points, 4-bit entries while they are converted. What a query
+sees of its own run, whose keys are not in the pages where runs are of slots, is attended to in plain JAX and
+merged by its log-sum-exp.
 
 An entry of the table that names no page is read as the layer's first page and masked, as are dead slots of a
 page; their values are zeroed before the product, since 0 * NaN is NaN.
@@ -63,7 +64,7 @@ from kernels_pallas.hopper.stages import (
     stages,
     zero_dead,
 )
-from kernels_pallas.paged_attention.contract import PagedArguments, Tiling
+from kernels_pallas.paged_attention.contract import PagedArguments, Stripe, Tiling
 from kernels_pallas.paged_attention.xla import attend_to_own_runs
 
 # Bytes of keys and values on their way. 36 KB for each multiprocessor would hide a microsecond of latency at
@@ -97,6 +98,7 @@ class _Sizes(NamedTuple):
         scale: multiplies the logits.
         window: see `reference`.
         soft_cap: see `reference`.
+        is_striped: whether the table is that of a stripe.
         is_interpreted: see `Tiling`.
     """
 
@@ -113,6 +115,7 @@ class _Sizes(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
+    is_striped: bool
     is_interpreted: bool
 
     @property
@@ -131,8 +134,6 @@ class _Sizes(NamedTuple):
 def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | None:
     """Return why the kernel does not take a call, in one sentence; None where it does."""
     head_dim, page_size = arguments.keys.head_dim, arguments.keys.page_size
-    if arguments.stripe is not None:
-        return "the GPU kernel walks tables of all pages, got one of a stripe; use 'xla'"
     if (time := arguments.query.shape[1]) > _MAX_TIME:
         return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
     for pages in (arguments.keys, arguments.values):
@@ -186,7 +187,13 @@ def paged_attention(
     padding = sizes.row_blocks * sizes.rows - time * group
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
     splits = splitting.plan(
-        *arguments[4:7], sizes.cut, time=time, group=group, padding=padding, window=window
+        *arguments[4:7],
+        sizes.cut,
+        arguments.stripe,
+        time=time,
+        group=group,
+        padding=padding,
+        window=window,
     )
     pools = pool_of(keys), pool_of(values)
     partial = _attend(rows, *pools, arguments.page_table, splits, sizes)
@@ -244,6 +251,7 @@ def _sizes(
         scale=scale,
         window=window,
         soft_cap=soft_cap,
+        is_striped=arguments.stripe is not None,
         is_interpreted=tiling.is_interpreted,
     )
 
@@ -268,7 +276,7 @@ def _summed(head_dim: int) -> int:
 
 
 def _cut(arguments: PagedArguments, tiling: Tiling) -> Cut:
-    return splitting.cut(arguments.page_table.shape[1] * arguments.keys.page_size, tiling.split_tokens)
+    return splitting.cut(arguments.page_table, arguments.keys.page_size, tiling.split_tokens)
 
 
 def _attend(
@@ -311,7 +319,7 @@ def _attend_kernel(
     table_ref,  # int32 [seq, max_pages]                               GMEM
     limits_ref,  # int32 [seq, row]                                    GMEM
     work_ref,  # int32 [split, 5]                                      GMEM
-    counts_ref,  # int32 [2]                                           GMEM
+    counts_ref,  # int32 [2], or [4] with a stripe                     GMEM
     out_ref,  # float32 [split, part, channel, row]                    GMEM
     log_sum_ref,  # float32 [split, part, row]                         GMEM
     query_ref,  # multiplied as keys are [row, head_dim]               SMEM
@@ -323,6 +331,7 @@ def _attend_kernel(
     num_rows, num_stages = sizes.rows, sizes.num_stages
     program = lax.axis_index("program")
     page_offset = counts_ref[1]
+    stripe = Stripe(counts_ref[2], counts_ref[3]) if sizes.is_striped else None
 
     def attend_unit(index: jax.Array, _: None) -> None:
         """Attend from one block of query rows of a KV head to one split."""
@@ -369,7 +378,7 @@ def _attend_kernel(
             """Take a block of keys and values into the sums of an online softmax."""
             ahead, entries, peak, total, sums = carry
             block, stage = first_block + index, lax.rem(index, jnp.int32(num_stages))
-            held = block, ahead[0], first_seen, end
+            held = block, ahead[0], first_seen, end, stripe
             positions = sizes.walk.live_positions(slots_of_block(BLOCK_TOKENS, OF_ROWS), *held)
 
             plgpu.barrier_wait(keys.barriers.at[stage])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -20,7 +21,8 @@ from jkv.cache.runs import num_runs
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
-from kernels_pallas.hopper import stages
+from kernels_pallas.hopper import blocks, stages
+from kernels_pallas.hopper import splits as splitting
 from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
@@ -29,6 +31,7 @@ from ..gpu_kernels import compile_paged, interpret
 from ..loops import LARGE, LAYOUTS, SMALL, loop
 from ..loops import make_arguments as make_loop_arguments
 from ..machines import find_target
+from .stripes import in_stripes
 from .test_paged_attention import (
     assert_log_sums_close,
     change_scale,
@@ -164,6 +167,47 @@ def test_a_fault_among_the_blocks_of_a_split_is_found(found: str, replacement: s
 def test_pages_written_over_are_not_seen(window: int | None):
     shape = Shape(8, 1, 64, page_size=16, time=1, totals=(0, 20, 200), window=window)
     assert_equals_the_definition(shape, jnp.bfloat16, width=5)
+
+
+STRIPE_FAULTS: dict[str, Fault] = {
+    "pages of the stripe before": (blocks, "(stripe.stride - 1) + stripe.offset)", "(stripe.stride - 1))"),
+    "pages that follow one another": (blocks, "page * (stripe.stride - 1) + stripe", "stripe"),
+    "a last page that is left out": (splitting, "-(-ends // sizes.page_size)", "ends // sizes.page_size"),
+    "a ring of one stripe": (splitting, "sizes.capacity * stride", "sizes.capacity"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [None, *(pytest.param(fault, marks=pytest.mark.gate) for fault in STRIPE_FAULTS)]
+)
+def test_stripes_of_pages_merged_are_the_whole(fault: str | None, monkeypatch):
+    """A ring, of two stripes; of one row a stripe has nothing."""
+    shape = Shape(8, 1, 64, page_size=32, time=3, totals=(3, 0, 301), has_sinks=True)
+    arguments, num_pages = make_arguments(shape, jnp.bfloat16, width=8)
+    if fault is not None:
+        where, found, replacement = STRIPE_FAULTS[fault]
+        source = inspect.getsource(where)
+        assert source.count(found) == 1
+        faulty = ModuleType("faulty")
+        exec(source.replace(found, replacement), faulty.__dict__)
+        if where is blocks:
+            monkeypatch.setattr(blocks.Walk, "position", faulty.Walk.position)
+        else:
+            plan = lambda *positional, **named: splitting.Splits(*faulty.plan(*positional, **named))  # noqa: E731
+            monkeypatch.setattr(splitting, "plan", plan)
+    options = make_options(shape) | {"num_pages": num_pages, "tiling": TILING}
+    sinks = options.pop("sinks")
+    call = jax.jit(functools.partial(pallas_gpu.paged_attention, **options))
+
+    def compute(arguments: PagedArguments, stripe: int) -> tuple[jax.Array, jax.Array]:
+        # A sink is counted once.
+        return interpret(functools.partial(call, sinks=sinks - (jnp.inf if stripe else 0.0)), arguments)
+
+    exact, _ = run_reference(shape, make_arguments(shape, width=8)[0], num_pages)
+    expected, _ = run_reference(shape, arguments, num_pages)
+    with nullcontext() if fault is None else pytest.raises(AssertionError):
+        out, _ = in_stripes(compute, arguments, 2)
+        assert_close(out, exact, 2 * max(relative_errors(expected, exact)))
 
 
 def test_a_query_that_sees_no_token_has_its_sink_alone():
@@ -443,6 +487,14 @@ def test_kernels_for_hopper_spill_nothing_and_fit(
         assert report.shared_bytes <= 227 * 1024
     # Those of matrices, in tiles or without: scales, of fewer axes, need not begin where a tensor's copy may.
     assert set().union(*(report.tensor_axes for report in reports.values())) <= {4, 5}
+
+
+@pytest.mark.gpu_aot
+def test_a_kernel_over_a_stripe_spills_nothing(tmp_path: Path):
+    shape = Shape(64, 8, 128, page_size=16, time=4, window=1024)
+    options = {**make_options(shape), "num_pages": 2**16, "is_striped": True}
+    reports = compile_paged(find_target("h200"), shape, "int8", folder=tmp_path, **options)
+    assert [report.spilled_bytes for report in reports.values()] == [0, 0]
 
 
 @pytest.mark.gpu_aot
