@@ -11,7 +11,7 @@ from jkv.cache.codec import CODECS
 from jkv.cli.fits import check_tokens
 from jkv.cli.options import ModelOptions, check_output, parse, read_text, resolve, show_progress
 from jkv.config import DecodeConfig
-from jkv.decode.calibrate import PERCENTILE, Method, Per, calibrate
+from jkv.decode.calibrate import PERCENTILE, Method, Per, calibrate, check_options
 from jkv.decode.configured import configured_spec, load_configured, make_decoding, open_configured
 from jkv.decode.params import require_whole
 from jkv.decode.scales import write_scales
@@ -52,6 +52,7 @@ def run(argv: Sequence[str]) -> None:
     config = resolve(arguments, overrides, {"out": "cache.scales"})
     exact = _with_exact_cache(config)
     percentile = PERCENTILE if arguments.percentile is None else arguments.percentile
+    check_options(arguments.method, percentile, arguments.per, arguments.chunk)
     stored = open_configured(config)
     tokens = load_tokenizer(stored.location).encode(read_text(arguments.text))
     if not tokens:

@@ -77,7 +77,7 @@ def calibrate(
             value is not finite.
     """
     decoding.check()
-    _check(method, percentile, per, chunk)
+    check_options(method, percentile, per, chunk)
     sites = _sites(decoding.spec)
     rows = read_prompts(prompts, vocab_size=decoding.vocab_size)
     run = functools.partial(_run, decoding, sites, rows, chunk)
@@ -99,7 +99,8 @@ def calibrate(
     return _scales(decoding.spec, dict(zip(sites, limits, strict=True)))
 
 
-def _check(method: Method, percentile: float, per: Per, chunk: int) -> None:
+def check_options(method: Method, percentile: float, per: Per, chunk: int) -> None:
+    """Raise ValueError for the first option that `calibrate` cannot honour."""
     for name, value, known in (("method", method, Method), ("per", per, Per)):
         if value not in get_args(known):
             raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {value!r}")

@@ -59,6 +59,7 @@ def test_a_mesh_a_pool_and_short_steps_change_little(run_jkv, talking_tiny, text
         ),
         (("--codec", "int8_static", "--scales", "x"), "--scales is what other verbs read"),
         (("--codec", "int8_static", "--percentile", 99.0), "--percentile is for --method percentile alone"),
+        (("--method", "percentile", "--percentile", 101.0), "percentile must be above 0 and at most 100"),
         (("--codec", "int8_static", "--context", 0), "--context must be at least 1 token, got 0"),
         (("--codec", "int8_static", "--context", 9999), "the model reads at most 512 tokens, got 600"),
         (("--codec", "int8_static", "--method", "max"), "--method: must be absmax or mse or percentile"),
