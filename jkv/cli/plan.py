@@ -81,6 +81,8 @@ class Arguments:
     """How keys are stored, and values unless --value-codec says otherwise."""
     value_codec: CodecName | None = None
     """How values are stored."""
+    window_codec: CodecName | None = None
+    """How layers with a sliding window store keys and values; as the others if left out."""
     page_size: int | None = None
     """Tokens of a page."""
     pool_layout: PoolLayout | None = None
@@ -108,6 +110,8 @@ def run(argv: Sequence[str]) -> None:
     for flag, file in (("--plot", arguments.plot), ("--html", arguments.html)):
         if file is not None:
             check_output(flag, file)
+    if arguments.html is not None and _cache(arguments).window_codec is not None:
+        raise ValueError("--html writes a page of one codec for all layers; drop it, or the window_codec")
     if arguments.html is not None and arguments == Arguments(html=arguments.html):
         group = CacheGroup(80, 8, 128, _cache(arguments).codec)
         write_page(arguments.html, Settings(_spec(arguments, [group])))
@@ -186,6 +190,7 @@ def plan(arguments: Arguments) -> dict[str, Any]:
         "cache": cache.layout,
         "codec": cache.codec,
         "value_codec": cache.value_codec or cache.codec,
+        "window_codec": cache.window_codec,
         "page_size": spec.page_size,
         "layout": spec.layout,
         "bytes_per_token": spec.bytes_per_token,
@@ -282,6 +287,11 @@ def make_deployment(arguments: Arguments) -> Deployment:
             f"--cache {arguments.cache} needs a --model whose layers have a sliding window, got one without; "
             "use dense"
         )
+    if cache.window_codec is not None and (sizes is None or sizes.window is None):
+        raise ValueError(
+            f"window_codec {cache.window_codec} needs a --model whose layers have a sliding window, got one "
+            "without; leave it out"
+        )
     return Deployment(
         spec=_spec(arguments, _groups(arguments, sizes), mesh.shards("context")),
         mix=mix,
@@ -291,6 +301,7 @@ def make_deployment(arguments: Arguments) -> Deployment:
         dtype=arguments.dtype or (model.dtype if model else "bfloat16"),
         step_tokens=arguments.step_tokens or _STEP_TOKENS,
         has_pool=cache.layout == "paged",
+        has_window_codec=cache.window_codec is not None,
     )
 
 
@@ -390,7 +401,13 @@ def _with_kv_copies(sizes: SizesSection | None, copies: int) -> SizesSection:
 def _groups(arguments: Arguments, sizes: SizesSection | None) -> list[CacheGroup]:
     cache = _cache(arguments)
     if sizes is not None:
-        return cache_groups(sizes, cache.codec, cache.value_codec, keeps_all=cache.layout == "dense")
+        return cache_groups(
+            sizes,
+            cache.codec,
+            cache.value_codec,
+            window_codec=cache.window_codec,
+            keeps_all=cache.layout == "dense",
+        )
     assert arguments.layers is not None
     assert arguments.kv_heads is not None
     assert arguments.head_dim is not None
@@ -402,12 +419,10 @@ def _cache(arguments: Arguments) -> CacheSection:
     """Return the named cache with what flags change.
 
     Raises:
-        ValueError: there is none of the name, or it stores windows in another way, which is not counted.
+        ValueError: there is none of the name.
     """
     cache = load_config("smollm2-cpu", ["--cache", arguments.cache]).cache
-    if cache.window_codec is not None:
-        raise ValueError(f"a plan counts one codec for all layers, got window_codec {cache.window_codec}")
-    given = {name: getattr(arguments, name) for name in ("codec", "value_codec", "page_size")}
+    given = {name: getattr(arguments, name) for name in ("codec", "value_codec", "window_codec", "page_size")}
     return replace(cache, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -441,6 +456,8 @@ def describe(shown: dict[str, Any]) -> str:
     """Return a plan as people read it."""
     axes = " x ".join(f"{name} {size}" for name, size in shown["devices"].items())
     codecs = " / ".join(dict.fromkeys((shown["codec"], shown["value_codec"])))
+    if shown["window_codec"]:
+        codecs += f", {shown['window_codec']} in windows"
     lines = []
     if shown["parameters"]:
         lines.append(f"model: {shown['model']}, {shown['parameters']:,} parameters")

@@ -73,6 +73,7 @@ class Deployment:
         dtype: activations.
         step_tokens: new tokens of a step on a device; more sequences than that raise it, a token each.
         has_pool: sequences share a pool, of which each takes its own pages; without, all take the longest's.
+        has_window_codec: layers with a window, the last group, keep their codec where the others' changes.
     """
 
     spec: CacheSpec
@@ -83,6 +84,7 @@ class Deployment:
     dtype: str = "bfloat16"
     step_tokens: int = 512
     has_pool: bool = True
+    has_window_codec: bool = False
 
     @property
     def held(self) -> LengthMix:
@@ -142,6 +144,8 @@ class Deployment:
             ValueError: the codec, the page size and the layout do not fit each other.
         """
         groups = [replace(group, codec=codec, value_codec=None) for group in self.spec.groups]
+        if self.has_window_codec:
+            groups[-1] = self.spec.groups[-1]
         sizes: dict[str, Any] = {
             name: getattr(self.spec, name) for name in ("max_chunk", "layout", "num_stripes")
         }

@@ -131,7 +131,12 @@ def input_widths(sizes: SizesSection) -> list[int]:
 
 
 def cache_groups(
-    sizes: SizesSection, codec: str, value_codec: str | None = None, *, keeps_all: bool = False
+    sizes: SizesSection,
+    codec: str,
+    value_codec: str | None = None,
+    *,
+    window_codec: str | None = None,
+    keeps_all: bool = False,
 ) -> list[CacheGroup]:
     """Return the decoder's cache groups: layers without a window, and layers with it.
 
@@ -139,11 +144,16 @@ def cache_groups(
         sizes: layers, heads and window.
         codec: how keys are stored, and values unless they have a codec of their own.
         value_codec: how values are stored.
+        window_codec: how layers with a window store keys and values; None is as the others.
         keeps_all: layers with a window keep every token, as a dense cache's do.
     """
     num_windowed = 0 if sizes.window is None else sizes.num_layers - sizes.num_global_layers
-    parts = ((sizes.num_layers - num_windowed, None), (num_windowed, None if keeps_all else sizes.window))
-    return [_group(sizes, count, window, codec, value_codec) for count, window in parts if count]
+    codecs = (codec, value_codec)
+    parts = (
+        (sizes.num_layers - num_windowed, None, codecs),
+        (num_windowed, None if keeps_all else sizes.window, (window_codec, None) if window_codec else codecs),
+    )
+    return [_group(sizes, count, window, *codecs) for count, window, codecs in parts if count]
 
 
 def _group(

@@ -96,6 +96,21 @@ def test_a_dense_cache_keeps_what_no_window_sees_and_the_longest_of_all(run_json
     assert paged["pool_bytes"] == window["pool_bytes"] - 2 * 5 * 4096 * per_layer
 
 
+def test_windows_may_have_a_codec_of_their_own(run_json, run_jkv):
+    argv = ("plan", "--model", "gemma-3-4b", "--batch", "4", "--context", "4096", "--codec", "int8")
+    argv = (*argv, "--window-codec", "bf16")
+    assert "(paged, int8, bf16 in windows, pages of 64, plain)" in run_jkv(*argv)
+    # 5 layers of 4 heads of 256 keys and values; 29 more have a window of 1,024 and room for a step of 512.
+    whole, windowed = 5 * 4096 * 2 * 4 * (256 + 4), 29 * (1024 + 512) * 2 * 4 * 256 * 2
+    for codec, bytes_of_whole in (("int8", whole), ("f32", 5 * 4096 * 2 * 4 * 256 * 4)):
+        (shown,) = run_json(*argv, "--json", "--codec", codec)
+        assert shown["pool_bytes"] == 4 * (bytes_of_whole + windowed)
+    (int8,) = run_json(*argv, "--json", "--hbm", "16GB")
+    (f32,) = run_json(*argv, "--json", "--hbm", "16GB", "--codec", "f32")
+    assert int8["choices"] == f32["choices"]
+    assert {choice["num_sequences"] for choice in f32["choices"] if choice["codec"] == "f32"} >= {f32["fits"]}
+
+
 def test_a_mesh_and_a_mix_are_read_from_files(run_json, tmp_path):
     mix = tmp_path / "mix.txt"
     mix.write_text("1000 1\n8192 1\n")
@@ -127,6 +142,11 @@ def test_memory_is_read_with_its_unit(text: str, size: int):
         ((*BARE[:6], "--batch", "1"), "--context or --context-mix must be given where no --model"),
         ((*BARE, "--hbm", "1e99"), "--hbm must be below 2**63 bytes, got '1e99'"),
         ((*BARE, "--hbm", "1e999999999"), "--hbm must be bytes, as 141GB, 80GiB or 16e9, got '1e999999999'"),
+        ((*BARE, "--batch", "1", "--window-codec", "f32"), "window_codec f32 needs a --model whose layers"),
+        (
+            ("--model", "gemma-3-4b", "--batch", "1", "--window-codec", "f32", "--html", "x.html"),
+            "--html writes a page of one codec for all layers",
+        ),
         ((*BARE, "--hbm", "0.1"), "--hbm must be bytes"),
         ((*BARE, "--batch", f"1{'0' * 400}"), "--batch must be below 2**63, got 1000"),
         ((*BARE, "--batch", "1", "--html", "none/x.html"), "--html must be a file that can be written"),
