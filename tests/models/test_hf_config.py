@@ -9,9 +9,12 @@ from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
 from jkv.models.families import FAMILIES, MixtureConfig
 from jkv.models.hf_config import config_from_hf
+from jkv.models.sizes import sizes_of
+from jkv.plan.decoder import parameters
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# A config.json of each family, with all that the hub's file has.
+# Config.json files of each family, with all that the hub's have, and parameters as model cards and headers of
+# checkpoints count them: Gemma's without the vision tower, DeepSeek's without layers past the decoder's.
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
 
@@ -38,6 +41,8 @@ def read_golden(name: str) -> dict:
 def test_a_published_model_is_read_as_it_lies_on_the_hub(published: dict):
     config = config_from_hf(published["config"])
     assert (config.family, config.max_length) == (published["family"], published["max_length"])
+    if "parameters" in published:
+        assert sum(part.num_parameters() for part in parameters(sizes_of(config))) == published["parameters"]
 
 
 def test_every_family_has_a_published_model():
