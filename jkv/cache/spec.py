@@ -304,7 +304,7 @@ def _check_group(group: CacheGroup) -> None:
     if group.kind == "latent" and (group.num_kv_heads != 1 or not is_rotated or group.value_codec):
         raise ValueError(
             "a latent group must have 1 KV head, a positive rope_dim and no value_codec, "
-            f"got {group.num_kv_heads}, {group.rope_dim} and {group.value_codec}; rope_codec stores the rest"
+            f"got {group.num_kv_heads}, {group.rope_dim} and {group.value_codec}; codec is that of both"
         )
     if group.kind == "gqa" and (group.rope_dim or group.rope_codec):
         raise ValueError(
