@@ -1,5 +1,6 @@
 """Verbs and the short program on weights that are drawn, of a preset in the working folder."""
 
+import numpy as np
 import pytest
 
 from jkv.cli import bench
@@ -59,10 +60,11 @@ def test_the_short_program_prints_token_ids_of_a_mesh(capsys):
         ),
         (("generate", *SMALL, "--prompt", "hi"), "random weights have no tokenizer; give --prompt-tokens"),
         (
-            ("score", "--config", "default", "--model.has-random-weights", "--tokens", "none.npz"),
+            ("score", "--config", "default", "--model.has-random-weights", "--tokens", "tokens.npz"),
             "model.has_random_weights must be false where a model's files are read",
         ),
     ],
 )
 def test_what_random_weights_cannot_do_is_refused(refusal, arguments, message):
+    np.savez("tokens.npz", tokens=[[1, 2]])
     assert message in refusal(*arguments)
