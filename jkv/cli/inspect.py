@@ -16,7 +16,7 @@ import tyro
 
 from jkv.cache.codec import CODECS, PoolLayout
 from jkv.cache.spec import CacheSpec
-from jkv.cli.options import Flag, find_tokenizer, parse_alone
+from jkv.cli.options import Flag, find_tokenizer, parse_alone, refuse_sizes_alone
 from jkv.models.decoder import cache_spec
 from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, parameter_targets
@@ -49,6 +49,7 @@ def run(argv: Sequence[str]) -> None:
     models = [model for model in (arguments.name, arguments.model) if model is not None]
     if len(models) != 1:
         raise ValueError(f"one model must be named, as jkv inspect smollm2-135m, got {len(models)}")
+    refuse_sizes_alone(models[0], "or ask jkv plan")
     shown = inspect(models[0])
     if arguments.json:
         print(json.dumps(shown))

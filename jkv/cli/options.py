@@ -125,21 +125,27 @@ def resolve(
     keys, random = {**_KEYS, **keys}, []
     if isinstance(options, RandomOptions) and options.random_weights:
         keys, random = {**keys, "model": "model"}, ["--model.has-random-weights"]
-    elif isinstance(options, RandomOptions):
-        _refuse_sizes_alone(options.model)
+    else:
+        can_draw = isinstance(options, RandomOptions)
+        remedy = "or --random-weights to draw weights of these sizes" if can_draw else "which holds weights"
+        refuse_sizes_alone(options.model, remedy)
     flags = [
         f"--{key}={value}" for name, key in keys.items() if (value := getattr(options, name)) is not None
     ]
     return load_config(options.config or _DEFAULT, [*flags, *random, *overrides])
 
 
-def _refuse_sizes_alone(model: str | None) -> None:
-    """Refuse a name of configs/models where a model's files are meant."""
+def refuse_sizes_alone(model: str | None, remedy: str) -> None:
+    """Refuse a name of configs/models where a model's files are meant.
+
+    Raises:
+        ValueError: ends with the remedy, beside the model's folder.
+    """
     if model is None or model == SMOLLM2 or Path(model).exists() or model not in section_names("model"):
         return
     raise ValueError(
         f"--model must be {SMOLLM2}, a file, a folder or a hub id, got {model!r}, of which configs/models "
-        "has the sizes alone; give its folder, or --random-weights to draw weights of these sizes"
+        f"has the sizes alone; give its folder, {remedy}"
     )
 
 

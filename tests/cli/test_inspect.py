@@ -79,5 +79,12 @@ def test_a_model_is_named_once(run_json, refusal, tiny):
         assert "jkv: one model must be named, as jkv inspect smollm2-135m" in refusal("inspect", *names)
 
 
+def test_a_name_of_sizes_alone_is_told_from_a_model(refusal):
+    said = refusal("inspect", "llama-3.1-8b")
+    assert said.endswith("of which configs/models has the sizes alone; give its folder, or ask jkv plan")
+    said = refusal("score", "--model", "llama-3.1-8b", "--text", "x")
+    assert said.endswith("has the sizes alone; give its folder, which holds weights")
+
+
 def test_a_folder_that_is_no_model_is_refused(refusal, tmp_path):
     assert "must hold config.json" in refusal("inspect", tmp_path)
