@@ -47,8 +47,11 @@ def connect(
         )
     else:
         host, _, port = coordinator_address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"--coordinator-address must be HOST:PORT or auto, got {coordinator_address!r}")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(
+                "--coordinator-address must be HOST:PORT or auto, with a port from 1 to 65535, got "
+                f"{coordinator_address!r}"
+            )
         if process_id > 0:
             _wait_for(host, int(port))
     address = None if coordinator_address == "auto" else coordinator_address
@@ -56,6 +59,11 @@ def connect(
         jax.distributed.initialize(address, num_processes, process_id)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if address is None:
+            raise ValueError(
+                "--coordinator-address auto needs a Cloud TPU or Slurm to say where the processes meet, got: "
+                f"{reason}; give HOST:PORT with --num-processes and --process-id"
+            ) from error
         raise ValueError(
             f"the processes must meet at --coordinator-address {coordinator_address}, got: {reason}"
         ) from error
@@ -69,7 +77,7 @@ def _wait_for(host: str, port: int) -> None:
         try:
             socket.create_connection((host, port), timeout=5).close()
             return
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"the first process must listen at --coordinator-address {host}:{port}, got: {error}"

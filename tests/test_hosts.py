@@ -111,9 +111,11 @@ def test_a_mesh_that_leaves_out_a_process_is_refused_by_both():
         (("auto", None, 0), "go with --coordinator-address HOST:PORT, got them with auto"),
         (("localhost:1", 2, None), "a --process-id below it, got 2 and None"),
         (("localhost:1", 2, 2), "a --process-id below it, got 2 and 2"),
-        (("localhost", 2, 0), "must be HOST:PORT or auto, got 'localhost'"),
+        (("localhost", 2, 0), "must be HOST:PORT or auto, with a port from 1 to 65535, got 'localhost'"),
+        (("localhost:65536", 2, 1), "a port from 1 to 65535, got 'localhost:65536'"),
+        (("localhost:0", 2, 0), "a port from 1 to 65535, got 'localhost:0'"),
         (("localhost:1", 2, 1), "the first process must listen at --coordinator-address localhost:1, got: "),
-        (("auto", None, None), "must meet at --coordinator-address auto, got: "),
+        (("auto", None, None), "auto needs a Cloud TPU or Slurm to say where .*; give HOST:PORT with --num-"),
     ],
 )
 def test_processes_that_cannot_meet_are_refused(arguments: tuple, message: str, monkeypatch):
