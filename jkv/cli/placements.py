@@ -69,6 +69,7 @@ def _workload(config: DecodeConfig, model: ModelConfig, sharding: Sharding) -> W
         width=1,
         cache=cache_options(config),
         is_paged=config.cache.layout == "paged",
+        num_pages=None if config.cache.num_pages == "auto" else config.cache.num_pages,
         dtype=config.model.dtype,
         param_dtype=weights,
     )

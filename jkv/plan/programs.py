@@ -41,7 +41,8 @@ class Workload:
         capacity: tokens that each may hold.
         width: tokens of each sequence in a step of a prefill.
         cache: options of `cache_spec`.
-        is_paged: sequences share a pool, which has room for all of them.
+        is_paged: sequences share a pool.
+        num_pages: its pages of each group, on each shard, up to what tables can name; None has room for all.
         dtype: activations.
         param_dtype: weights.
     """
@@ -53,6 +54,7 @@ class Workload:
     width: int
     cache: Mapping[str, Any]
     is_paged: bool = True
+    num_pages: int | None = None
     dtype: str = "bfloat16"
     param_dtype: str = "bfloat16"
 
@@ -105,7 +107,8 @@ def cache_shapes(workload: Workload) -> Cache:
         "sharding": workload.sharding,
     }
     rows = -(-workload.num_sequences // workload.sharding.size("seq"))
-    num_pages = [rows * spec.stripe_pages(workload.capacity, group) for group in range(len(spec.groups))]
+    most = [rows * spec.stripe_pages(workload.capacity, group) for group in range(len(spec.groups))]
+    num_pages = most if workload.num_pages is None else [min(workload.num_pages, pages) for pages in most]
 
     def make() -> Cache:
         scales = [_scales(group) for group in spec.groups]

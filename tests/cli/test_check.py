@@ -231,10 +231,11 @@ def test_a_wrong_flag_is_a_usage_error(refusal):
 
 
 def test_arrays_are_placed_and_a_step_s_collectives_are_shown(run_jkv, tiny):
-    shown = run_jkv("check", "smollm2-cpu", "--model.path", tiny, "--mesh", "cpu-4x2", "--devices", "8")
+    flags = ("--mesh", "cpu-4x2", "--cache", "paged", "--cache.num-pages", "5", "--devices", "8")
+    shown = run_jkv("check", "smollm2-cpu", "--model.path", tiny, *flags)
     (pool,) = [line for line in shown.splitlines() if line.startswith("  cache.pools[0].keys.data")]
-    # All 512 tokens of two of eight sequences, in three layers; one of two KV heads of 8.
-    assert f"P(data, model, None, None): {2 * 512 * 3 * 8 * 4:,} bytes" in pool
+    # The five pages of a shard's pool, of 16 tokens in three layers; one of two KV heads of 8.
+    assert f"P(data, model, None, None): {5 * 16 * 3 * 8 * 4:,} bytes" in pool
     (query,) = [line for line in shown.splitlines() if "q_proj" in line]
     assert "layers.*.attention.q_proj.weight x 3" in query
     assert "P(model, None)" in query
