@@ -30,6 +30,7 @@ CHECKED = {
     "head_192": Shape(8, 2, 192, page_size=64, time=1, totals=(1, 700, 5000)),
     "head_256": Shape(8, 2, 256, page_size=32, time=4, totals=(4, 700, 5000), soft_cap=30.0),
     "window": Shape(32, 8, 128, page_size=16, time=1, totals=(1, 700, 5000), window=1024),
+    "prefill": Shape(32, 8, 128, page_size=64, time=512, totals=(512, 3000, 0)),
     "large_batch": Shape(32, 8, 128, page_size=64, time=1, totals=tuple(range(0, 3072, 24))),
 }
 CHECKED_LATENTS = {

@@ -20,6 +20,8 @@ from kernels_pallas.paged_attention.contract import Stripe
 
 # Partial sums are merged one after another: more splits would take longer to merge than to attend.
 _MAX_SPLITS = 128
+# More than any sequence holds.
+_WHOLE = 2**30
 # Of partial results: they are held beside the cache, as many for each sequence as its table is long.
 _MAX_PARTIAL_BYTES = 2**30
 # Partial results whose loads are in flight at once while a sequence is merged, and entries of one.
@@ -59,13 +61,18 @@ class Splits(NamedTuple):
     limits: Int[Array, "seq row"]
 
 
-def cut(table: Int[Array, "seq max_pages"], page_size: int, split_tokens: int) -> Cut:
+def cut(max_pages: int, page_size: int, split_tokens: int) -> Cut:
     """Return splits of `split_tokens`, or of more where all that a table names would make too many."""
-    capacity = table.shape[1] * page_size
+    capacity = max_pages * page_size
     split = max(split_tokens, -(-capacity // _MAX_SPLITS))
     split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
     # What is seen may begin within a split.
     return Cut(split, -(-capacity // split) + 1, capacity, page_size)
+
+
+def no_cut(max_pages: int, page_size: int) -> Cut:
+    """Return a split that holds all of a sequence, where there are pieces of it enough to share the work."""
+    return Cut(_WHOLE, 1, max_pages * page_size, page_size)
 
 
 def refusal_of_partial_results(sizes: Cut, num_seqs: int, numbers: int) -> str | None:
@@ -75,7 +82,7 @@ def refusal_of_partial_results(sizes: Cut, num_seqs: int, numbers: int) -> str |
         return None
     return (
         f"the GPU kernel takes partial results of at most {_MAX_PARTIAL_BYTES} bytes, got {num_bytes} of "
-        f"{num_seqs} sequences in {sizes.max_splits} splits; use 'xla'"
+        f"{num_seqs} sequences, or pieces of them, in {sizes.max_splits} splits; use 'xla'"
     )
 
 
@@ -90,13 +97,17 @@ def plan(
     group: int,
     padding: int,
     window: int | None,
+    held: Int[Array, " seq"] | None = None,
 ) -> Splits:
-    """Return what there is to do for rows of `group` heads for each of `time` tokens, and some padding."""
+    """Return what there is to do for rows of `group` heads for each of `time` tokens, and some padding.
+
+    Of pieces of a sequence, `held` is what the sequence holds after all of them; None is what each ends with.
+    """
     num_seqs = starts.shape[0]
     ends = starts + lens
     # A table names the latest pages: those before are written over.
     stride = 1 if stripe is None else stripe.stride
-    first_seen = jnp.maximum(ends - sizes.capacity * stride, 0)
+    first_seen = jnp.maximum((ends if held is None else held) - sizes.capacity * stride, 0)
     if window is not None:
         first_seen = jnp.maximum(first_seen, starts - window + 1)
     first_slot, end_slot = first_seen, ends
@@ -105,7 +116,7 @@ def plan(
         pages = first_seen // sizes.page_size, -(-ends // sizes.page_size)
         first_slot, end_slot = (stripe.pages_before(page) * sizes.page_size for page in pages)
     first_split = first_slot // sizes.split
-    counts = jnp.where(lens > 0, -(-end_slot // sizes.split) - first_split, 0)
+    counts = jnp.where(lens > 0, jnp.maximum(-(-end_slot // sizes.split) - first_split, 0), 0)
     last = jnp.cumsum(counts, dtype=jnp.int32)
     first = last - counts
 

@@ -233,7 +233,7 @@ def _row_blocks(query: Float[Array, "seq time q_head latent"]) -> int:
 
 
 def _cut(table: Int[Array, "seq max_pages"], page_size: int, tiling: Tiling) -> Cut:
-    return splitting.cut(table, page_size, tiling.split_tokens * _SPLITS_JOINED)
+    return splitting.cut(table.shape[1], page_size, tiling.split_tokens * _SPLITS_JOINED)
 
 
 def _attend(

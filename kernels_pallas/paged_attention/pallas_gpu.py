@@ -1,11 +1,13 @@
 """Paged attention for NVIDIA GPUs of the Hopper generation, on Pallas' Mosaic GPU backend.
 
-A sequence is cut into splits of a fixed number of tokens; a program takes splits of one KV head, one after
-another, and walks each in blocks of 64 tokens whose pages TMA brings, a few blocks ahead. Products have their
-operands swapped, `keys @ query.T` and `values.T @ weights`: queries of a KV head, padded to 8 rows, are the
-narrow side of a `wgmma`, and a softmax costs what they need and not 64 rows. A second kernel merges a
-sequence's splits by their log-sum-exp. Channels of values are rows of a `wgmma`, 64 or a multiple; of other
-heads the last 64 channels are multiplied by themselves, those among them that were before once more.
+A step of many tokens is cut into pieces of 16, each of which walks as a sequence of its own to where it ends,
+in one split. A sequence is cut into splits of a fixed number of tokens; a program takes splits of one KV
+head, one after another, and walks each in blocks of 64 tokens whose pages TMA brings, a few blocks ahead.
+Products have their operands swapped, `keys @ query.T` and `values.T @ weights`: queries of a KV head, padded
+to 8 rows, are the narrow side of a `wgmma`, and a softmax costs what they need and not 64 rows. A second
+kernel merges a sequence's splits by their log-sum-exp. Channels of values are rows of a `wgmma`, 64 or a
+multiple; of other heads the last 64 channels are multiplied by themselves, those among them that were before
+once more.
 
 Grid: `Tiling.num_programs`, whatever the batch; which splits there are is worked out on the device beside the
 kernel, so cost follows the tokens held. Where a table is that of a stripe, they are counted in the stripe.
@@ -76,9 +78,10 @@ _MAX_ROWS, _MAX_SUMS, _MAX_CONVERTED_SUMS = 32, 4096, 2048
 # Channels of values that are rows of a product, and heads of at least as many.
 _PRODUCT_ROWS = 64
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-# New tokens of a sequence: partial results take as many bytes as there are queries, for each split, and every
-# `_MAX_ROWS` of them read the keys and values again.
-_MAX_TIME = 16
+
+_Attended = tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]
+# New tokens that are attended from together: of more, the first need not walk to where the last is.
+_PIECE_TOKENS = 16
 
 
 class _Sizes(NamedTuple):
@@ -134,8 +137,6 @@ class _Sizes(NamedTuple):
 def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | None:
     """Return why the kernel does not take a call, in one sentence; None where it does."""
     head_dim, page_size = arguments.keys.head_dim, arguments.keys.page_size
-    if (time := arguments.query.shape[1]) > _MAX_TIME:
-        return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
     for pages in (arguments.keys, arguments.values):
         if (reason := refusal_of_form(pages, takes_runs=True)) is not None:
             return reason
@@ -152,8 +153,9 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     if page_size == 8 and head_dim == 256 and _is_converted(arguments):
         # Eight entries of the table for a block take more registers than the conversion leaves.
         return "the GPU kernel takes heads of 256 in 4 or 8 bits in pages of 16 tokens or more, got 8"
-    rows, num_parts = _parts(arguments)
     cut = _cut(arguments, tiling or Tiling())
+    arguments = jax.eval_shape(_in_pieces, arguments)
+    rows, num_parts = _parts(arguments)
     numbers = num_parts * _summed(head_dim) * rows
     return splitting.refusal_of_partial_results(cut, arguments.query.shape[0], numbers)
 
@@ -176,9 +178,42 @@ def paged_attention(
     tiling = tiling or Tiling()
     if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
+    num_seqs, time, *heads = arguments.query.shape
+    pieces = _in_pieces(arguments)
+    sizes = _sizes(pieces, num_pages, _cut(arguments, tiling), tiling, scale, window, soft_cap)
+    held = jnp.repeat(arguments.starts + arguments.lens, pieces.query.shape[0] // num_seqs)
+    out, log_sum = _attend_from_pieces(pieces, held, sizes)
+    out = out.reshape(num_seqs, -1, *heads)[:, :time]
+    log_sum = log_sum.reshape(num_seqs, -1, heads[0])[:, :time]
+    if arguments.recent is not None:
+        options = {"num_pages": num_pages, "scale": scale, "window": window, "soft_cap": soft_cap}
+        out, log_sum = _merged((out, log_sum), attend_to_own_runs(arguments, **options))
+    if sinks is not None:
+        is_query = jnp.arange(time, dtype=jnp.int32)[None] < arguments.lens[:, None]
+        out, log_sum = _add_sinks(out, log_sum, jnp.where(is_query[..., None], sinks[None, None], -jnp.inf))
+    return out.astype(arguments.query.dtype), log_sum
+
+
+def _in_pieces(arguments: PagedArguments) -> PagedArguments:
+    """Cut the steps of sequences into pieces, which are sequences of their own."""
+    query, starts, lens = arguments.query, arguments.starts, arguments.lens
+    num_seqs, time, *heads = query.shape
+    size = min(time, _PIECE_TOKENS)
+    num_pieces = -(-time // size)
+    past = jnp.arange(num_pieces, dtype=jnp.int32)[None] * size
+    query = jnp.pad(query, ((0, 0), (0, num_pieces * size - time), (0, 0), (0, 0)))
+    return arguments._replace(
+        query=query.reshape(num_seqs * num_pieces, size, *heads),
+        page_table=jnp.repeat(arguments.page_table, num_pieces, axis=0),
+        starts=(starts[:, None] + past).reshape(-1),
+        lens=jnp.clip(lens[:, None] - past, 0, size).reshape(-1),
+    )
+
+
+def _attend_from_pieces(arguments: PagedArguments, held: Int[Array, " seq"], sizes: _Sizes) -> _Attended:
+    """Return what pieces see of the pages, and its log-sum-exp; `held` is what their sequences hold."""
     query, keys, values = arguments[:3]
     num_seqs, time, num_heads, head_dim = query.shape
-    sizes = _sizes(arguments, num_pages, tiling, scale, window, soft_cap)
     group = num_heads // sizes.num_kv_heads
 
     # [seq, kv_head, time * group, head_dim]: the queries of one KV head are rows of one product.
@@ -193,7 +228,8 @@ def paged_attention(
         time=time,
         group=group,
         padding=padding,
-        window=window,
+        window=sizes.window,
+        held=held,
     )
     pools = pool_of(keys), pool_of(values)
     partial = _attend(rows, *pools, arguments.page_table, splits, sizes)
@@ -210,19 +246,13 @@ def paged_attention(
 
     (_, whole), *_ = sizes.tiles
     out = jnp.concatenate([out[:, :, :whole], out[:, :, _summed(head_dim) - head_dim + whole :]], axis=2)
-    out, log_sum = regroup(out), regroup(log_sum)
-    if arguments.recent is not None:
-        options = {"num_pages": num_pages, "scale": scale, "window": window, "soft_cap": soft_cap}
-        out, log_sum = _merged((out, log_sum), attend_to_own_runs(arguments, **options))
-    if sinks is not None:
-        is_query = jnp.arange(time, dtype=jnp.int32)[None] < arguments.lens[:, None]
-        out, log_sum = _add_sinks(out, log_sum, jnp.where(is_query[..., None], sinks[None, None], -jnp.inf))
-    return out.astype(query.dtype), log_sum
+    return regroup(out), regroup(log_sum)
 
 
 def _sizes(
     arguments: PagedArguments,
     num_pages: int,
+    cut: Cut,
     tiling: Tiling,
     scale: float,
     window: int | None,
@@ -232,7 +262,6 @@ def _sizes(
     head_dim = query.shape[-1]
     _, num_kv_heads, page_size, _ = keys.data.shape
     rows, num_parts = _parts(arguments)
-    cut = _cut(arguments, tiling)
     forms = form_of(keys), form_of(values)
     assert forms[0] is not None
     assert forms[1] is not None
@@ -276,7 +305,10 @@ def _summed(head_dim: int) -> int:
 
 
 def _cut(arguments: PagedArguments, tiling: Tiling) -> Cut:
-    return splitting.cut(arguments.page_table, arguments.keys.page_size, tiling.split_tokens)
+    max_pages, page_size = arguments.page_table.shape[1], arguments.keys.page_size
+    if arguments.query.shape[1] > _PIECE_TOKENS:
+        return splitting.no_cut(max_pages, page_size)
+    return splitting.cut(max_pages, page_size, tiling.split_tokens)
 
 
 def _attend(
@@ -475,9 +507,6 @@ def _scaled(
         return logits
     # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's tanh has 11 bits.
     return (1 - 2 / (1 + jnp.exp2(logits))) * (sizes.soft_cap * LOG2_E)
-
-
-_Attended = tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]
 
 
 def _merged(first: _Attended, second: _Attended) -> _Attended:
