@@ -23,8 +23,8 @@ from jkv.convert.pooling import pool_heads
 from jkv.convert.text import split_text
 from jkv.convert.uptrain import Model, Settings, make_model, perplexity, uptrain
 from jkv.models.decoder import cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, load_tokenizer, parameter_targets
+from jkv.models.model_config import ModelConfig
 from jkv.models.weights.model import open_model
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 
 
 def make_config(**sizes: Any) -> ModelConfig:

@@ -25,7 +25,7 @@ from jkv.config import (
     load_config,
 )
 from jkv.decode.configured import configured_model, configured_scales, configured_spec
-from jkv.models.families import ModelConfig, with_kv_copies
+from jkv.models.model_config import ModelConfig, with_kv_copies
 from jkv.models.sizes import config_of
 from jkv.models.weights.locate import is_hub_id
 from jkv.plan.decoder import Stored, parameters

@@ -23,8 +23,8 @@ from jkv.convert.text import HELD_OUT, SplitText, split_text
 from jkv.decode.compare import Comparison
 from jkv.decode.params import require_whole
 from jkv.models.decoder import cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, load_tokenizer, parameter_targets
+from jkv.models.model_config import ModelConfig
 from jkv.models.tokenizer_files import copy_tokenizer
 from jkv.models.weights.checkpoint import check_new, new_folder, save_checkpoint
 from jkv.models.weights.locate import ModelLocation

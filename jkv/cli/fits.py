@@ -18,7 +18,7 @@ from jkv.decode.batch import read_prompts
 from jkv.decode.configured import configured_plan
 from jkv.decode.pages import CachePlan
 from jkv.layers.quantized import check_weight_codec
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 from jkv.models.sizes import sizes_of
 from jkv.plan.decoder import Stored, input_widths
 from jkv.sharding import would_divide

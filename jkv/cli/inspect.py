@@ -18,8 +18,8 @@ from jkv.cache.codec import CODECS, PoolLayout
 from jkv.cache.spec import CacheSpec
 from jkv.cli.options import Flag, find_tokenizer, parse_alone, refuse_sizes_alone
 from jkv.models.decoder import cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, parameter_targets
+from jkv.models.model_config import ModelConfig
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.tokenizer_files import tokenizer_kind
 from jkv.models.weights.checkpoint import checkpoint_shapes

@@ -12,7 +12,7 @@ import jax
 
 from jkv.config import DecodeConfig
 from jkv.decode.configured import cache_options, configured_spec, make_sharding
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 from jkv.plan.depth import at_full_depth, costs_of, shallow_models
 from jkv.plan.programs import Workload, cache_shapes, compile_phase, weight_shapes
 from jkv.sharding import Sharding

@@ -389,7 +389,7 @@ def _preset_of(hub_id: str, names: Sequence[str]) -> ModelSection:
 
 
 def _with_kv_copies(sizes: SizesSection | None, copies: int) -> SizesSection:
-    """Return the sizes with copies of the KV heads, as `jkv.models.families.with_kv_copies` loads them."""
+    """Return the sizes with copies of the KV heads, which `with_kv_copies` then loads."""
     if sizes is None or sizes.latent is not None or sizes.num_heads // sizes.num_kv_heads % copies:
         heads = "no model" if sizes is None else f"{sizes.num_kv_heads} KV heads for {sizes.num_heads}"
         raise ValueError(

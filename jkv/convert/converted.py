@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

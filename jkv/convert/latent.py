@@ -22,7 +22,7 @@ from jaxtyping import Bool, Complex, Float
 from jkv.convert.converted import Converted
 from jkv.layers.latent import LatentDims
 from jkv.layers.rope import RopeConfig, attention_scaling, inverse_frequencies
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 
 # Distances over which the rotation of what is rotated no more is averaged.
 SPAN = 64

@@ -12,8 +12,8 @@ from jaxtyping import Int
 from jkv.decode.compare import Comparison, compare
 from jkv.decode.generate import Decoding
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, set_parameters
+from jkv.models.model_config import ModelConfig
 from jkv.models.step import split_model
 
 _PAGE_SIZE = 64

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.convert.converted import Converted, relative_error
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 
 _PROJECTIONS = {"keys": "k_proj", "values": "v_proj"}
 

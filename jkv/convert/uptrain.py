@@ -25,9 +25,9 @@ from jkv.convert.text import SplitText, draw_rows
 from jkv.decode.compare import divergence
 from jkv.decode.params import require_whole
 from jkv.decode.score import losses
-from jkv.models.families import ModelConfig
 from jkv.models.fields import read_json_object
 from jkv.models.load import abstract_decoder
+from jkv.models.model_config import ModelConfig
 from jkv.models.weights.checkpoint import errors_once
 from jkv.models.weights.load import check_finite
 

@@ -21,8 +21,8 @@ from jkv.decode.pages import CachePlan, plan_cache
 from jkv.decode.params import SamplingParams
 from jkv.decode.scales import read_scales
 from jkv.models.decoder import cache_spec
-from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.load import LanguageModel, load_model, make_model
+from jkv.models.model_config import ModelConfig, with_kv_copies
 from jkv.models.sizes import config_of
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.weights.drawn import draw_parameters

@@ -24,7 +24,7 @@ from jkv.layers.linear import Embedding, Linear, RMSNorm
 from jkv.layers.mlp import GatedMLP
 from jkv.layers.moe import MoE
 from jkv.layers.rope import RopeConfig, Rotation
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 from jkv.sharding import Sharding
 
 

@@ -10,18 +10,10 @@ from typing import Any
 
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig, check_longrope, yarn_mscale
-from jkv.models.families import (
-    FAMILIES,
-    MAX_LAYERS,
-    Family,
-    MixtureConfig,
-    ModelConfig,
-    check_sizes,
-    family_switches,
-    windows_by_period,
-)
+from jkv.models.families import FAMILIES, Family, family_switches, windows_by_period
 from jkv.models.fields import AT_LEAST_ZERO, COUNT, INDEX, POSITIVE, TEXT, check_fields, many, whole
 from jkv.models.gguf_latent import LATENT_KINDS, latent_dims, latent_mixture
+from jkv.models.model_config import MAX_LAYERS, MixtureConfig, ModelConfig, check_sizes
 
 # Tensors that are no parameters: divisors of the rotary frequencies, and longrope's two sets of them.
 _FREQS = "rope_freqs.weight"

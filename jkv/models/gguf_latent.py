@@ -8,8 +8,9 @@ from typing import Any
 
 from jkv.layers.latent import LatentDims
 from jkv.layers.moe import Routing
-from jkv.models.families import MixtureConfig, MixtureKeys
+from jkv.models.families import MixtureKeys
 from jkv.models.fields import COUNT, INDEX, NUMBER, POSITIVE, SWITCH
+from jkv.models.model_config import MixtureConfig
 
 LATENT_KINDS = {
     "attention.kv_lora_rank": COUNT,

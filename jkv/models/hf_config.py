@@ -11,16 +11,7 @@ from jkv.layers.latent import LatentDims
 from jkv.layers.mlp import Gating
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import (
-    FAMILIES,
-    MAX_LAYERS,
-    Family,
-    MixtureConfig,
-    ModelConfig,
-    check_sizes,
-    family_switches,
-    windows_by_period,
-)
+from jkv.models.families import FAMILIES, Family, family_switches, windows_by_period
 from jkv.models.fields import (
     AT_LEAST_ZERO,
     COUNT,
@@ -36,6 +27,7 @@ from jkv.models.fields import (
     many,
     whole,
 )
+from jkv.models.model_config import MAX_LAYERS, MixtureConfig, ModelConfig, check_sizes
 
 _REQUIRED = frozenset(
     {

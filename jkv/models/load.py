@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jkv import ops
 from jkv.layers.quantized import WeightCodec, check_packs, quantize
 from jkv.models.decoder import Decoder
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 from jkv.models.step import StepFunction, Weights, split_model
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.tokenizer_files import read_tokenizer
@@ -62,7 +62,7 @@ def load_model(
         weight_codec: packs projections and embedding after they are read in `param_dtype`; None keeps them.
         implementation: how attention is computed.
         sharding: places weights, activations and attention over a mesh; None is one device.
-        kv_copies: devices that hold each KV head; see `jkv.models.families.with_kv_copies`.
+        kv_copies: devices that hold each KV head; see `jkv.models.model_config.with_kv_copies`.
 
     Raises:
         ValueError: the model is not found, not understood, damaged, does not pack, or does not fit the mesh.

@@ -4,7 +4,7 @@ from jkv.config import ExpertSizes, LatentSizes, SizesSection
 from jkv.layers.latent import LatentDims
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import MixtureConfig, ModelConfig
+from jkv.models.model_config import MixtureConfig, ModelConfig
 
 # Fields that both forms have.
 _SAME = (

@@ -12,7 +12,7 @@ from jax.stages import Lowered
 from jkv import ops
 from jkv.collectives import Collective
 from jkv.config.target import Target
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 from jkv.plan.capacity import Deployment
 from jkv.plan.depth import Costs, at_full_depth, costs_of, shallow_models
 from jkv.plan.lengths import one_length

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jax.stages import Compiled
 
 from jkv.collectives import Collective, find_collectives
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 
 
 class LayerKind(NamedTuple):

@@ -19,8 +19,8 @@ from jkv.decode.generate import GREEDY
 from jkv.decode.loop import DecodeState, decode, prefill
 from jkv.decode.sampling import Sampler
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.load import abstract_decoder, parameter_targets, set_parameters
+from jkv.models.model_config import ModelConfig
 from jkv.models.step import StepFunction, split_model
 from jkv.sharding import Sharding
 

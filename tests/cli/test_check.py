@@ -6,7 +6,7 @@ import yaml
 from jkv.cli.check import check, stored_config
 from jkv.config import ConfigError, load_config
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import ModelConfig, with_kv_copies
+from jkv.models.model_config import ModelConfig, with_kv_copies
 from jkv.plan.decoder import parameters
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jkv.convert.pooling import pool_heads
-from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.load import abstract_decoder, parameter_targets
+from jkv.models.model_config import ModelConfig, with_kv_copies
 
 from ..compare import assert_close
 from ..tiny import make_config

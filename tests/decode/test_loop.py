@@ -14,7 +14,7 @@ from jkv.decode.params import SamplingParams
 from jkv.decode.sampling import Sampler
 from jkv.in_place import assert_programs_update_in_place
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 from jkv.models.step import split_model
 from jkv.ops import choice
 from kernels_pallas import page_write

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jkv.models.families import FAMILIES, check_sizes
+from jkv.models.families import FAMILIES
+from jkv.models.model_config import check_sizes
 
 from ..tiny import make_config
 

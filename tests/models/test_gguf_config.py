@@ -5,8 +5,8 @@ import pytest
 from jkv.layers.latent import LatentDims
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig, attention_scaling, softmax_correction, yarn_mscale
-from jkv.models.families import MixtureConfig, ModelConfig
 from jkv.models.gguf_config import config_from_gguf
+from jkv.models.model_config import MixtureConfig, ModelConfig
 
 
 def make_metadata(architecture: str = "llama", **changes: object) -> dict:

@@ -7,8 +7,9 @@ import pytest
 
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import FAMILIES, MixtureConfig
+from jkv.models.families import FAMILIES
 from jkv.models.hf_config import config_from_hf
+from jkv.models.model_config import MixtureConfig
 from jkv.models.sizes import sizes_of
 from jkv.plan.decoder import parameters
 

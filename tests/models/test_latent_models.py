@@ -17,9 +17,9 @@ from jkv.decode.generate import Decoding, generate
 from jkv.layers.latent import LatentDims
 from jkv.layers.rope import attention_scaling, softmax_correction
 from jkv.models.decoder import cache_spec
-from jkv.models.families import ModelConfig
 from jkv.models.hf_config import config_from_hf
 from jkv.models.load import abstract_decoder, load_model, parameter_targets, set_parameters
+from jkv.models.model_config import ModelConfig
 from jkv.models.step import split_model
 from jkv.models.weights.model import open_model
 from jkv.sharding import Sharding

@@ -15,7 +15,7 @@ from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.config import MeshSection, load_config
 from jkv.layers.moe import Routing
 from jkv.models.decoder import Decoder, cache_spec
-from jkv.models.families import MixtureConfig, ModelConfig
+from jkv.models.model_config import MixtureConfig, ModelConfig
 from jkv.models.sizes import sizes_of
 from jkv.models.step import split_model
 from jkv.plan.capacity import Deployment, choices

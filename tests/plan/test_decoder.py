@@ -14,8 +14,8 @@ from jkv.layers.moe import Routing
 from jkv.layers.quantized import quantize
 from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import Decoder
-from jkv.models.families import MixtureConfig
 from jkv.models.load import abstract_decoder, parameter_targets
+from jkv.models.model_config import MixtureConfig
 from jkv.models.sizes import sizes_of
 from jkv.models.weights.model import open_model
 from jkv.plan.decoder import Stored, attention_width, cache_groups, mlp_width, parameters

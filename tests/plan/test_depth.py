@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from jkv.collectives import Collective
 from jkv.layers.moe import Routing
-from jkv.models.families import MixtureConfig, ModelConfig
+from jkv.models.model_config import MixtureConfig, ModelConfig
 from jkv.plan.depth import Costs, LayerKind, at_full_depth, costs_of, layer_kinds, shallow_models
 from jkv.plan.programs import PHASES, Phase, Workload, compile_phase
 from jkv.sharding import Sharding

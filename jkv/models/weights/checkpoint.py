@@ -17,7 +17,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jkv.models.families import ModelConfig
+from jkv.models.model_config import ModelConfig
 from jkv.models.weights.load import is_castable, placed
 
 _DESCRIPTION = "jkv.json"

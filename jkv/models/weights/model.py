@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from jkv.models.families import ModelConfig, with_kv_copies
 from jkv.models.fields import read_json_object
 from jkv.models.gguf_config import FREQUENCY_TABLES, config_from_gguf
 from jkv.models.hf_config import config_from_hf
+from jkv.models.model_config import ModelConfig, with_kv_copies
 from jkv.models.weights.checkpoint import (
     checkpoint_fingerprint,
     read_checkpoint_config,
@@ -72,7 +72,7 @@ def open_model(name_or_path: str | Path, *, kv_copies: int = 1) -> StoredModel:
 
     Args:
         name_or_path: a bundled model's name, a file, a folder or a hub id.
-        kv_copies: see `jkv.models.families.with_kv_copies`.
+        kv_copies: see `jkv.models.model_config.with_kv_copies`.
 
     Raises:
         ValueError: nothing of that name, a damaged file, a model that jkv does not compute, or one whose KV

@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from jkv.layers.latent import LatentDims
-from jkv.models.families import FAMILIES, MixtureConfig, ModelConfig
+from jkv.models.families import FAMILIES
+from jkv.models.model_config import MixtureConfig, ModelConfig
 
 Format = Literal["hf", "gguf"]
 

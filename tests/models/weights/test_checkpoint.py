@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jkv.layers.mlp import Gating
 from jkv.layers.moe import Routing
 from jkv.layers.rope import RopeConfig
-from jkv.models.families import MixtureConfig, ModelConfig
+from jkv.models.model_config import MixtureConfig, ModelConfig
 from jkv.models.weights.checkpoint import (
     checkpoint_fingerprint,
     is_checkpoint,

@@ -12,8 +12,9 @@ import pytest
 
 from jkv.layers.latent import LatentDims
 from jkv.layers.rope import RopeConfig, attention_scaling, inverse_frequencies, softmax_correction
-from jkv.models.families import FAMILIES, ModelConfig
+from jkv.models.families import FAMILIES
 from jkv.models.load import abstract_decoder, load_model, parameter_targets
+from jkv.models.model_config import ModelConfig
 from jkv.models.weights.model import StoredModel, open_model
 
 from ...compare import assert_close

@@ -8,9 +8,9 @@ import pytest
 from flax import nnx
 
 from jkv.models.decoder import Decoder
-from jkv.models.families import ModelConfig
 from jkv.models.gguf_config import FREQUENCY_TABLES
 from jkv.models.hf_config import config_from_hf
+from jkv.models.model_config import ModelConfig
 from jkv.models.weights.rules import Format, is_derived, tensor_rules
 
 from .checkpoints import GOLDEN, GOLDEN_NAMES, make_hf_llama, read_golden
