@@ -11,10 +11,9 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
-from orbax.checkpoint import v1 as ocp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jkv.models.model_config import ModelConfig
@@ -112,7 +111,7 @@ def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, ja
     """
     check_new(path)
     with errors_once():
-        ocp.save(_folder(path), dict(parameters))
+        _orbax().save(_folder(path), dict(parameters))
     # Written last: a folder without it was not finished.
     if jax.process_index() == 0:
         (path / _DESCRIPTION).write_text(_Description(config=config).model_dump_json(indent=2) + "\n")
@@ -121,6 +120,13 @@ def save_checkpoint(path: Path, config: ModelConfig, parameters: Mapping[str, ja
 def _folder(path: Path) -> str:
     """Return where Orbax keeps the arrays; it takes absolute paths alone."""
     return str(path.absolute() / _PARAMETERS)
+
+
+def _orbax() -> Any:
+    """Return Orbax, which takes a second to import, so only who saves or restores does."""
+    from orbax.checkpoint import v1
+
+    return v1
 
 
 def read_checkpoint_config(path: Path) -> ModelConfig:
@@ -149,7 +155,7 @@ def checkpoint_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
         ValueError: the folder is no checkpoint, or lacks its parameters.
     """
     read_checkpoint_config(path)
-    folder = _folder(path)
+    folder, ocp = _folder(path), _orbax()
     try:
         stored = ocp.metadata(folder).metadata
     except (ocp.errors.InvalidLayoutError, FileNotFoundError) as error:
@@ -179,7 +185,7 @@ def restore_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) 
     ]
     if unfit:
         raise ValueError(f"{path} must hold parameters of the model's shapes and kinds, got {unfit}")
-    return ocp.load(_folder(path), {name: placed(target) for name, target in targets.items()})
+    return _orbax().load(_folder(path), {name: placed(target) for name, target in targets.items()})
 
 
 def checkpoint_fingerprint(path: Path) -> str:
