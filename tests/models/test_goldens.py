@@ -67,7 +67,7 @@ SHORT = {
 }
 PAIRS = [
     *sorted(SHORT),
-    *(pytest.param(name, 1, marks=pytest.mark.gate) for name in NAMES if (name, 1) not in SHORT),
+    *(pytest.param(name, 1, marks=pytest.mark.histories) for name in NAMES if (name, 1) not in SHORT),
 ]
 LLAMAS = NAMES[:4]
 
@@ -144,7 +144,7 @@ def test_logits_without_a_cache_equal_the_reference(golden: Golden):
     assert_close(logits, golden.logits, TOLERANCE)
 
 
-@models(NAMES, LLAMAS)
+@models(NAMES, LLAMAS[::2])
 def test_greedy_tokens_equal_the_reference(golden: Golden):
     generations = generate(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
     assert [list(row.tokens) for row in generations] == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
@@ -161,7 +161,7 @@ def test_a_window_keeps_all_that_its_layers_see(golden: Golden):
     assert state.new_tokens.tolist() == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
-@models(LLAMAS, LLAMAS)
+@models(LLAMAS, LLAMAS[1::2])
 def test_streamed_tokens_equal_the_reference(golden: Golden):
     stream = Stream(make_decoding(golden.model), golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
     steps = [result.tokens for result in stream]
