@@ -23,6 +23,8 @@ from jkv.targets import shapes_on
 from .loops import CODECS, LARGE, LAYOUTS, SMALL, loop, make_arguments
 from .machines import find_target
 
+TPU, GPU = pytest.mark.tpu_aot, pytest.mark.gpu_aot
+
 
 def check(function: Callable[..., Any], codec: str, layout: str = "dense") -> None:
     small, large = (make_arguments(codec, layout, nbytes) for nbytes in (SMALL, LARGE))
@@ -48,13 +50,16 @@ def test_a_loop_updates_every_form_of_the_cache_in_place(layout: str, codec: str
 
 
 def covering_cases() -> list[Any]:
-    """Return every codec on every machine: it meets every layout on one of them, each head size on a TPU."""
-    marks = {"v5e": pytest.mark.tpu_aot, "v6e": pytest.mark.tpu_aot, "h200": pytest.mark.gpu_aot}
-    return [
-        pytest.param(machine, codec, LAYOUTS[(i + j) % 3], (128, 64)[(i + j) % 2], marks=marks[machine])
-        for i, machine in enumerate(marks)
+    """Return every codec on a TPU and on a GPU, in two layouts; TPUs, head sizes and layouts take turns."""
+    tpus = [
+        pytest.param(("v5e", "v6e")[j % 2], codec, LAYOUTS[j % 3], (128, 64)[j // 2 % 2], marks=TPU)
         for j, codec in enumerate(CODECS)
     ]
+    gpus = [
+        pytest.param("h200", codec, LAYOUTS[(j + 1) % 3], (64, 128)[j % 2], marks=GPU)
+        for j, codec in enumerate(CODECS)
+    ]
+    return tpus + gpus
 
 
 @pytest.mark.parametrize(("machine", "codec", "layout", "head_dim"), covering_cases())
@@ -67,17 +72,17 @@ def test_a_loop_for_an_accelerator_updates_the_cache_in_place(
 @pytest.mark.parametrize(
     ("machine", "codec", "layout"),
     [
-        pytest.param("v6e", "int8", "paged", marks=pytest.mark.tpu_aot),
-        pytest.param("v6e", "bf16", "window", marks=pytest.mark.tpu_aot),
-        pytest.param("h200", "bf16", "dense", marks=pytest.mark.gpu_aot),
-        pytest.param("h200", "int8", "window", marks=pytest.mark.gpu_aot),
+        pytest.param("v6e", "int8", "paged", marks=TPU),
+        pytest.param("v6e", "bf16", "window", marks=TPU),
+        pytest.param("h200", "bf16", "dense", marks=GPU),
+        pytest.param("h200", "int8", "window", marks=GPU),
     ],
 )
 def test_a_prompt_s_chunks_are_written_in_place(machine: str, codec: str, layout: str):
     check_for(machine, codec, layout, time=64)
 
 
-@pytest.mark.tpu_aot
+@TPU
 @pytest.mark.parametrize("codec", ["bf16", "int4"])
 def test_tpus_update_small_pages_of_one_sequence_in_place(codec: str):
     """Of such pages rows are not full, heads of 80 leave lanes of theirs, and a step writes one slot."""
@@ -134,7 +139,7 @@ def test_each_way_to_make_the_cache_anew_is_found(operation: str):
 
 @pytest.mark.parametrize(
     "machine",
-    [pytest.param("v6e", marks=pytest.mark.tpu_aot), pytest.param("h200", marks=pytest.mark.gpu_aot)],
+    [pytest.param("v6e", marks=TPU), pytest.param("h200", marks=GPU)],
 )
 def test_each_way_of_an_accelerator_to_make_the_cache_anew_is_found(machine: str):
     mesh = find_target(machine)

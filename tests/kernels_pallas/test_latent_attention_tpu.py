@@ -139,12 +139,7 @@ def test_what_the_kernel_does_not_take_is_refused_with_its_sizes():
 @pytest.mark.parametrize(
     ("name", "codec", "machine"),
     [
-        *[
-            (name, codec, machine)
-            for name in MODELS
-            for codec in ("bf16", "int8")
-            for machine in ("v5e", "v6e")
-        ],
+        *[(name, codec, machine) for name in MODELS for codec, machine in (("bf16", "v5e"), ("int8", "v6e"))],
         *[("deepseek_v3", codec, "v6e") for codec in ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static")],
         *[("deepseek_v3", codec, machine) for codec in ("bf16", "int8") for machine in ("v5p", "tpu7x")],
     ],

@@ -151,8 +151,9 @@ def test_what_the_kernel_does_not_take_is_refused_with_its_sizes(
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("machine", ["v5e", "v6e"])
-@pytest.mark.parametrize("tokens", [(64, 1), (1, 512)], ids=["decode", "chunk"])
+@pytest.mark.parametrize(
+    ("tokens", "machine"), [((64, 1), "v5e"), ((1, 512), "v6e")], ids=["decode-v5e", "chunk-v6e"]
+)
 @pytest.mark.parametrize(
     ("dtype", "num_heads", "head_dim", "page_size"),
     [

@@ -367,13 +367,14 @@ def test_steps_through_the_door_are_those_of_the_definition():
         assert_close(out, right, 2 * max(relative_errors(rounded, right)))
 
 
-AOT_CODECS = [("bf16", "v5e"), ("bf16", "v6e"), ("int8", "v5e"), ("int8", "v6e")]
+# Off a TPU both have the same tiling: each case is compiled for one of them.
 AOT_CASES = [
-    *[(name, codec, machine) for name in MODELS for codec, machine in AOT_CODECS],
+    *[(name, codec, machine) for name in MODELS for codec, machine in (("bf16", "v5e"), ("int8", "v6e"))],
     *[
-        ("llama3_8b", codec, machine)
-        for codec in ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static", "fp8_e4m3_static", "int8/int4")
-        for machine in ("v5e", "v6e")
+        ("llama3_8b", codec, ("v5e", "v6e")[index % 2])
+        for index, codec in enumerate(
+            ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static", "fp8_e4m3_static", "int8/int4")
+        )
     ],
     *[
         (name, codec, machine)

@@ -64,7 +64,6 @@ def test_the_gradient_is_that_of_each_groups_product():
 @pytest.mark.parametrize(
     "machine",
     [
-        pytest.param("v5e", marks=pytest.mark.tpu_aot),
         pytest.param("v6e", marks=pytest.mark.tpu_aot),
         pytest.param("h200", marks=pytest.mark.gpu_aot),
     ],
