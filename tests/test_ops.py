@@ -62,7 +62,10 @@ def test_attention_through_a_cache_is_that_without_one(implementation: str, opti
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 11, "soft_cap": 1.0, "sinks": jnp.array([0.0, 1.0, 2.0, -1.0])}],
+    [
+        pytest.param({}, marks=pytest.mark.histories),
+        {"window": 11, "soft_cap": 1.0, "sinks": jnp.array([0.0, 1.0, 2.0, -1.0])},
+    ],
     ids=["plain", "window_soft_cap_and_sinks"],
 )
 def test_keys_in_runs_of_slots_are_attended_as_the_definition_says(options: dict):

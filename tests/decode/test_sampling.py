@@ -54,6 +54,11 @@ def draw_once(logits: jax.Array, params: SamplingParams, **options):
     return sample(logits, sampler, jnp.ones(len(logits), bool))[0]
 
 
+def draw_often(logits: jax.Array, params: SamplingParams) -> np.ndarray:
+    """Draw 8,192 tokens of one request from the same logits."""
+    return draw_rows([params], [jnp.tile(logits, (8192, 1))])[0]
+
+
 def support(logits: list[float], params: SamplingParams) -> list[int]:
     """Ids that can be drawn."""
     sampler = Sampler.create([params], vocab_size=len(logits))
@@ -225,8 +230,7 @@ def test_a_batch_of_greedy_rows_computes_no_randomness():
 
 def test_draws_of_one_seed_follow_the_softmax():
     logits = jnp.linspace(-2, 2, 12)
-    sampler = Sampler.create([SamplingParams(temperature=1.5, seed=3)], vocab_size=12)
-    tokens = draw_all(sampler, jnp.tile(logits, (1, 8192, 1)))[0]
+    tokens = draw_often(logits, SamplingParams(temperature=1.5, seed=3))
     assert_drawn_from(tokens, np.asarray(jax.nn.softmax(logits / 1.5)))
 
 
@@ -238,13 +242,13 @@ def test_first_draws_of_many_requests_follow_the_softmax():
 
 def test_filtered_draws_follow_the_softmax_of_what_is_left():
     logits = jnp.linspace(-2, 2, 12)
-    tokens = draw_once(jnp.tile(logits, (8192, 1)), SamplingParams(temperature=1.0, top_k=5)).tokens
+    tokens = draw_often(logits, SamplingParams(temperature=1.0, top_k=5, seed=3))
     assert_drawn_from(tokens, np.asarray(jax.nn.softmax(logits.at[:7].set(-jnp.inf))))
 
 
 def test_the_check_of_draws_fails_a_wrong_temperature():
     logits = jnp.linspace(-2, 2, 12)
-    tokens = draw_once(jnp.tile(logits, (8192, 1)), SamplingParams(temperature=1.1)).tokens
+    tokens = draw_often(logits, SamplingParams(temperature=1.1, seed=3))
     with pytest.raises(AssertionError):
         assert_drawn_from(tokens, np.asarray(jax.nn.softmax(logits)))
 

@@ -1,8 +1,7 @@
 """The attention layer: plain, through a cache, trained, and inside a Linen model."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,16 +36,20 @@ def make_cache(num_kv_heads: int = 2, capacity: int = TIME) -> Cache:
     return poison(Cache.dense(spec, num_sequences=ROWS, capacity=capacity))
 
 
-@nnx.jit
-def run_chunk(layer: nnx.Module, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+def chunk(layer: nnx.Module, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     cache, batch = cache.begin(jnp.full(ROWS, x.shape[1], jnp.int32), time=x.shape[1])
     return layer(x, cache, where=(0, 0), batch=batch)
 
 
-def run_cached(layer: GQAttention, x: jax.Array, widths: list[int]) -> np.ndarray:
+run_chunk = nnx.jit(chunk)
+
+
+def run_cached(
+    layer: GQAttention, x: jax.Array, widths: list[int], run: Callable[..., Any] = run_chunk
+) -> np.ndarray:
     cache, outs = make_cache(layer.num_kv_heads, x.shape[1]), []
     for start, width in zip(np.cumsum([0, *widths]), widths, strict=False):
-        out, cache = run_chunk(layer, x[:, start : start + width], cache)
+        out, cache = run(layer, x[:, start : start + width], cache)
         outs.append(out)
     return np.concatenate(outs, axis=1)
 
@@ -137,10 +140,14 @@ def low_heads(layer: GQAttention, x: jax.Array) -> tuple[jax.Array, jax.Array, j
     return turn(project(layer.q_proj)), turn(project(layer.k_proj)), project(layer.v_proj)
 
 
+def mean_square(layer: GQAttention, x: jax.Array) -> jax.Array:
+    return jnp.square(layer(x)[0]).mean()
+
+
 @nnx.jit
 def loss(layer: GQAttention, x: jax.Array, cache: Cache | None) -> jax.Array:
     if cache is None:
-        return jnp.square(layer(x)[0]).mean()
+        return mean_square(layer, x)
     return jnp.square(run_chunk(layer, x, cache)[0]).mean()
 
 
@@ -224,12 +231,11 @@ def test_a_linen_model_equals_the_nnx_layer_of_its_parameters():
     np.testing.assert_array_equal(LinenModel().apply(variables, x)[0], layer(x)[0])
 
 
-@pytest.mark.skipif("NNX_GRAPH_MODE" in os.environ, reason="runs the other tests of this file")
 def test_layers_work_without_the_graphs_of_nnx():
-    environment = os.environ | {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}
-    chosen = "(every_cut and even and grouped) or finite_differences"
-    # Checked signatures, which that file sets up, take longer than the tests.
-    options = ["--noconftest", "-p", "no:cacheprovider", "-x"]
-    command = [sys.executable, "-m", "pytest", *options, __file__, "-k", chosen]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    layer, x = make_layer(), make_input()
+    expected = nnx.jit(nnx.grad(loss))(layer, x, None).k_proj.weight[...]
+    with nnx.set_graph_mode(False), nnx.set_graph_updates(False):
+        layer = make_layer()
+        assert_close(run_cached(layer, x, [4, 4, 3], nnx.jit(chunk)), plain_attention(layer, x))
+        gradient = nnx.jit(nnx.grad(mean_square))(layer, x).k_proj.weight[...]
+    assert_close(gradient, expected)
