@@ -123,6 +123,20 @@ def test_a_gpu_s_partial_results_are_what_its_kernel_allocates(model: str, conte
     assert elsewhere.partial_bytes(4) == 0
 
 
+def test_a_stripe_s_partial_results_are_those_of_its_own_pages():
+    """Of latents there are none: their kernel takes no stripe."""
+    mesh = load_config("smollm2-cpu", ["--mesh", "h200-8"]).mesh
+
+    def partial_bytes(model: str, context: int, num_stripes: int) -> int:
+        sizes = load_config("smollm2-cpu", ["--model", model]).model.sizes
+        assert sizes is not None
+        spec = CacheSpec.create(cache_groups(sizes, "bf16"), page_size=64, num_stripes=num_stripes)
+        return Deployment(spec, one_length(context), mesh, sizes).partial_bytes(4)
+
+    assert partial_bytes("llama-3.1-70b", 8 * 4096, 8) == partial_bytes("llama-3.1-70b", 4096, 1) > 0
+    assert partial_bytes("deepseek-v3", 8 * 4096, 8) == 0
+
+
 def attend_on_a_gpu(spec: CacheSpec, num_heads: int, *, num_seqs: int, num_pages: int) -> Any:
     """Call a decode step's kernel, over a table of so many pages."""
     group, rows = spec.groups[0], jnp.ones(num_seqs, jnp.int32)
