@@ -9,6 +9,7 @@ from jkv.layers.latent import LatentDims
 from jkv.layers.mlp import SWIGLU, Gating
 from jkv.layers.moe import Routing, check_routing
 from jkv.layers.rope import RopeConfig
+from jkv.sharding import would_divide
 
 # Published decoders have up to 200; each layer of a model is built before its tensors are looked for.
 MAX_LAYERS = 10_000
