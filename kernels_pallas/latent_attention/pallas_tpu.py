@@ -28,7 +28,7 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
     if arguments.up is not None:
         return "latents must be attended to as they are, got up-projections of every head"
     for name, pages in (("latents", arguments.latents), ("rotated parts", arguments.ropes)):
-        if (why := refused_pages(name, pages, is_key=True)) is not None:
+        if (why := refused_pages(name, pages, is_latent=True)) is not None:
             return why
     return sizes.refusal(shape_of(arguments), tiling or tiling_for(arguments, window=None))
 

@@ -22,7 +22,7 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
         tiling: None is that of `tiling_for` without a window, which makes no tile larger.
     """
     for name, pages in (("keys", arguments.keys), ("values", arguments.values)):
-        if (why := refused_pages(name, pages, is_key=name == "keys")) is not None:
+        if (why := refused_pages(name, pages)) is not None:
             return why
     return sizes.refusal(shape_of(arguments), tiling or tiling_for(arguments, window=None))
 
@@ -64,6 +64,7 @@ def paged_attention(
         sinks,
         sizes.sizes_of(shape_of(arguments), num_pages, tiling),
         Options("paged_attention", scale, window, soft_cap),
+        arguments.recent,
     )
 
 

@@ -23,8 +23,8 @@ class Stored(NamedTuple):
 
     Attributes:
         data: entries; `[page, kv_head, row, 128]`.
-        scale: float32; of tokens, `[page, kv_head * row, 128]`, or of heads, `[kv_head, 1, 128]`; of runs of
-            channels, bfloat16 `[page, kv_head, row, 128]`; None where there are none.
+        scale: float32; of tokens, `[page, kv_head * row, 128]`, or of heads, `[kv_head, 1, 128]`; of runs,
+            bfloat16 `[page, kv_head, row, 128]`; None where there are none.
         zero: zero points of runs.
     """
 
@@ -35,11 +35,11 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """How the scales of runs of channels lie, and their zero points.
+    """How the scales of runs lie, and their zero points.
 
     Attributes:
-        count: runs of a head.
-        span: channels of one.
+        count: runs of channels of a head, or runs of slots of a page.
+        span: channels or slots of one.
         columns: how they lie in a page.
         rows: of a page.
     """
@@ -57,17 +57,19 @@ class Part:
     Attributes:
         columns: how the slots of a page lie.
         rows: of a page.
+        head_dim: entries of a head.
         dtype: of what is stored.
         entry: what the entries are; see `Pages`.
-        scaling: whose scales they have.
-        runs: where these are of runs of channels.
+        scaling: whose scales they have: of runs of a token's channels, or of each channel's in runs of slots.
+        runs: where these are of runs.
     """
 
     columns: Columns
     rows: int
+    head_dim: int
     dtype: Any
     entry: str
-    scaling: Literal["token", "head", "run"] | None
+    scaling: Literal["token", "head", "channels", "slots"] | None
     runs: Runs | None = None
 
     @property
@@ -86,6 +88,11 @@ class Part:
         return self.num_parts * LANES
 
     @property
+    def place_lanes(self) -> int:
+        """Lanes of a half's entries at one of the places of a row."""
+        return self.columns.num_parts * LANES // self.columns.share
+
+    @property
     def is_raw(self) -> bool:
         """Whether entries are the numbers that they stand for."""
         return self.scaling is None and self.entry == "number"
@@ -94,15 +101,17 @@ class Part:
 def part_of(pages: Pages) -> Part:
     """Return what is known of a pool."""
     columns = columns_of(*pages.data_shape, LANES)
-    form = (columns, pages.data.shape[2], pages.data.dtype, pages.entry)
+    form = (columns, pages.data.shape[2], pages.head_dim, pages.data.dtype, pages.entry)
     if pages.scale is None:
         return Part(*form, None)
     if pages.zero is None:
         return Part(*form, "head" if pages.scale.ndim == 1 else "token")
     assert pages.sizes.scales is not None
-    count = pages.sizes.scales[1]
-    of_runs = columns_of(pages.page_size, count, LANES)
-    return Part(*form, "run", Runs(count, pages.head_dim // count, of_runs, pages.scale.shape[2]))
+    num_slots, count = pages.sizes.scales
+    of_runs, rows = columns_of(num_slots, count, LANES), pages.scale.shape[2]
+    if pages.run_slots is not None:
+        return Part(*form, "slots", Runs(num_slots, pages.run_slots, of_runs, rows))
+    return Part(*form, "channels", Runs(count, pages.head_dim // count, of_runs, rows))
 
 
 def stored_of(pages: Pages) -> Stored:
@@ -121,19 +130,22 @@ def _scale_rows(pages: Pages) -> Array | None:
     return matrices.reshape(matrices.shape[0], -1, LANES)
 
 
-def refused_pages(name: str, pages: Pages, *, is_key: bool) -> str | None:
+def refused_pages(name: str, pages: Pages, *, is_latent: bool = False) -> str | None:
     """Return why no kernel reads a pool, in one sentence; None where they do."""
     rows, lanes = pages.data.shape[2:]
     if lanes != LANES:
         return f"{name} must lie in rows of {LANES} lanes, got {lanes}; use the pool layout 'tpu'"
-    if pages.zero is not None and (is_key or pages.run_slots is not None or pages.entry != "int4"):
+    if pages.zero is not None and (is_latent or pages.entry != "int4"):
         return f"{name} must have no zero points, got {pages.entry} entries; use int8"
     part = part_of(pages)
-    if part.runs is not None and part.runs.count % part.halves:
-        return f"runs of channels of {name} must be of a half of a head each, got {part.runs.count} runs"
-    if part.runs is not None and part.runs.columns.num_rows * part.runs.columns.share != pages.page_size:
+    if pages.run_slots not in (None, 8, 16, 32):
+        return f"runs of slots of {name} must be of 8, 16 or 32 slots, got {pages.run_slots}"
+    runs = part.runs if part.scaling == "channels" else None
+    if runs is not None and runs.count % part.halves:
+        return f"runs of channels of {name} must be of a half of a head each, got {runs.count} runs"
+    if runs is not None and runs.columns.num_rows * runs.columns.share != pages.page_size:
         return (
-            f"the scales of a page of {name} must fill their rows of {LANES} lanes, got {part.runs.count} "
+            f"the scales of a page of {name} must fill their rows of {LANES} lanes, got {runs.count} "
             f"for each of {pages.page_size} slots; use larger pages"
         )
     if part.is_raw and part.dtype not in (jnp.float32, jnp.bfloat16):

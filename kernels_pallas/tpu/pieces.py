@@ -61,22 +61,68 @@ def pieces_of(
     return Pieces(*arrays, following=jax.lax.cummin(following, reverse=True))
 
 
-def to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Array:
-    """Return queries as `[piece, kv_head, share * row, lane]`, padded with zeros.
+class Own(NamedTuple):
+    """What the runs that a piece's queries lie in are attended to by, or its refs.
 
-    Where slots share rows of lanes, a query is there once for each place in a row, with zeros at the others.
+    Attributes:
+        query: `[piece, kv_head, row, lane]`.
+        keys: as they were given, from the first position on of the run that the piece begins in,
+            `[piece, kv_head, key, lane]`.
     """
+
+    query: Any
+    keys: Any
+
+
+def own_of(
+    query: Float[Array, "seq time q_head head_dim"],
+    recent: Float[Array, "seq kv_head recent head_dim"],
+    starts: Int[Array, " seq"],
+    sizes: Sizes,
+) -> Own:
+    """Return what pieces see of their own runs."""
+    span, shape = sizes.shape.run_slots, sizes.shape
+    assert span is not None
+    runs = recent.reshape(*recent.shape[:2], -1, span, recent.shape[3]).swapaxes(1, 2)
+    if sizes.pieces_per_seq > 1:
+        past = jnp.arange(sizes.pieces_per_seq, dtype=jnp.int32)[None] * sizes.query_tokens
+        # Of the runs that `recent` has.
+        first = jax.lax.div(jax.lax.rem(starts, jnp.int32(span))[:, None] + past, jnp.int32(span))
+        index = first[:, :, None] + jnp.arange(sizes.own_keys // span, dtype=jnp.int32)[None, None]
+        index = jnp.minimum(index, runs.shape[1] - 1).reshape(index.shape[0], -1, 1, 1, 1)
+        runs = jnp.take_along_axis(runs, index, axis=1)
+    keys = runs.reshape(shape.num_seqs * sizes.pieces_per_seq, -1, *runs.shape[2:]).swapaxes(1, 2)
+    keys = keys.reshape(*keys.shape[:2], sizes.own_keys, -1).astype(query.dtype)
+    rows = _rows_of(query, sizes)
+    padding = sizes.own_lanes - rows.shape[-1]
+    pieces = sizes.num_pieces - keys.shape[0]
+    return Own(
+        jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, padding))),
+        jnp.pad(keys, ((0, pieces), (0, 0), (0, 0), (0, padding))),
+    )
+
+
+def to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Array:
+    """Return queries as `[piece, kv_head, row, lane]`, padded with zeros.
+
+    A query stands at every place that a slot has in a row of lanes; of 4-bit entries, each half of it does.
+    """
+    rows = _rows_of(query, sizes)
+    padding = ((0, 0), (0, 0), (0, 0), (0, part.place_lanes - rows.shape[-1] // part.halves))
+    halves = [jnp.pad(half, padding) for half in jnp.split(rows, part.halves, axis=-1)]
+    return jnp.concatenate([half for half in halves for _ in range(part.columns.share)], axis=-1)
+
+
+def _rows_of(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes) -> Array:
+    """Return queries as `[piece, kv_head, row, head_dim]`."""
     num_seqs, time, _, head_dim = query.shape
     time_padding = sizes.pieces_per_seq * sizes.query_tokens - time
     query = jnp.pad(query, ((0, 0), (0, time_padding), (0, 0), (0, 0)))
-    shape, columns = sizes.shape, part.columns
+    shape = sizes.shape
     split = query.reshape(-1, sizes.query_tokens, shape.num_kv_heads, shape.group, head_dim).swapaxes(1, 2)
     rows = split.reshape(*split.shape[:2], -1, head_dim)
     piece_padding = sizes.num_pieces - num_seqs * sizes.pieces_per_seq
-    rows = jnp.pad(rows, ((0, piece_padding), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
-    begins = [place * columns.width for place in range(columns.share)]
-    lanes = [(begin, part.lanes - begin - head_dim) for begin in begins]
-    return jnp.concatenate([jnp.pad(rows, ((0, 0), (0, 0), (0, 0), pair)) for pair in lanes], axis=2)
+    return jnp.pad(rows, ((0, piece_padding), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
 
 
 def sink_rows(sinks: Float[Array, " q_head"], sizes: Sizes) -> Float[Array, "kv_head row 1"]:

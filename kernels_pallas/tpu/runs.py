@@ -7,16 +7,14 @@ that of its own row. Knows where they lie; not what is attended to.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from kernels_pallas.tpu.nibbles import MIDDLE
 from kernels_pallas.tpu.parts import LANES, Runs, Stored
 from kernels_pallas.tpu.sizes import Shape
-
-# What 4-bit entries are multiplied less: of either sign, they and their weights, which are rounded, do not
-# leave most of their sum to be taken back by the zero point.
-MIDDLE = 8.0
 
 
 class Spread(NamedTuple):
@@ -34,7 +32,7 @@ class Spread(NamedTuple):
 
 def spread_of(shape: Shape) -> Spread | None:
     """Return where chunks find the scales of their slots; None where there are no runs."""
-    runs = shape.values.runs
+    runs = shape.runs
     if runs is None:
         return None
     chunks = [(place, begin) for place in range(shape.share) for begin in range(0, shape.column, LANES)]
@@ -46,7 +44,8 @@ def spread_of(shape: Shape) -> Spread | None:
 def _pattern(shape: Shape, runs: Runs, place: int, begin: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the two of chunks that begin at a slot of a column."""
     page, within = np.divmod(begin + np.arange(LANES), shape.column)
-    column, row = np.divmod(place * shape.column + within, runs.columns.num_rows)
+    slot = place * shape.column + shape.row_of(within)
+    column, row = np.divmod(slot, runs.columns.num_rows)
     of_run = np.arange(runs.count)[:, None]
     found = (column * runs.columns.width + of_run).reshape(-1)
     own = np.tile(page * runs.rows + row, runs.count)
@@ -62,20 +61,20 @@ def scales_of_runs(
     tiles: Stored, buffer: Any, spread: Spread, shape: Shape, block: int
 ) -> tuple[list[Array], list[Array]]:
     """Return the scales of each run of entries less `MIDDLE`, and its shifts, `[kv_head, 1, token]`."""
-    runs, chunks = shape.values.runs, []
+    runs, num_arrays = shape.runs, 2 * shape.num_kv_heads
     assert runs is not None
+    rows = [ref[buffer].astype(jnp.float32).reshape(-1, LANES) for ref in (tiles.scale, tiles.zero)]
+    rows = jnp.concatenate(rows, axis=0).astype(jnp.bfloat16)
+    patterns = [
+        _chunks_of(rows, spread.lanes[pattern], spread.rows[pattern], num_arrays)
+        for pattern in range(spread.lanes.shape[0])
+    ]
+    chunks = []
     for lane in range(0, block, LANES):
         place, rest = divmod(lane, block // shape.share)
         page, begin = divmod(rest, shape.column)
         pattern = (place * shape.column + begin) // min(LANES, shape.column)
-        pages = slice(page, page + _chunk_pages(shape))
-        rows = [
-            ref[buffer, :, pages].astype(jnp.float32).reshape(-1, LANES) for ref in (tiles.scale, tiles.zero)
-        ]
-        rows = jnp.concatenate(rows, axis=0).astype(jnp.bfloat16)
-        wide = jnp.dot(rows, spread.lanes[pattern], preferred_element_type=jnp.float32)
-        wide = wide.reshape(2 * shape.num_kv_heads, -1, wide.shape[-1])
-        chunks.append(jnp.sum(jnp.where(spread.rows[pattern] > 0, wide, 0.0), axis=1))
+        chunks.append(patterns[pattern][page // _chunk_pages(shape)])
     joined = [
         jnp.concatenate([chunk[:, run : run + LANES] for chunk in chunks], axis=-1)[:, None]
         for run in range(0, runs.count * LANES, LANES)
@@ -83,3 +82,18 @@ def scales_of_runs(
     scales = [both[: shape.num_kv_heads] for both in joined]
     shifts = [both[shape.num_kv_heads :] + MIDDLE * scale for both, scale in zip(joined, scales, strict=True)]
     return scales, shifts
+
+
+def _chunks_of(rows: Array, lanes: Array, own: Array, num_arrays: int) -> list[Array]:
+    """Return what the slots of each chunk find in all arrays, `[array, run * 128]`, by one pattern."""
+    num_rows = own.shape[0]
+    wide = jnp.dot(rows, lanes, preferred_element_type=jnp.float32)
+    wide = wide.reshape(num_arrays, -1, num_rows, lanes.shape[1])
+    kept = jnp.where(own > 0, wide, 0.0).astype(jnp.bfloat16)
+    # Of a lane's rows in an array one is not zero, so their sum is what it holds. Products mix arrays: a slot
+    # that is not finite in one head is so in all.
+    dims = num_arrays, num_arrays * num_rows
+    array, row = (jax.lax.broadcasted_iota(jnp.int32, dims, axis) for axis in (0, 1))
+    ones = (jax.lax.div(row, jnp.int32(num_rows)) == array).astype(jnp.bfloat16)
+    chunks = [kept[:, chunk].reshape(-1, kept.shape[-1]) for chunk in range(kept.shape[1])]
+    return [jnp.dot(ones, chunk, preferred_element_type=jnp.float32) for chunk in chunks]

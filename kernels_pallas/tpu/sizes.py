@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels_pallas.paged_attention.contract import Tiling
-from kernels_pallas.tpu.parts import LANES, SUBLANES, Part
+from kernels_pallas.tpu.parts import LANES, SUBLANES, Part, Runs
 
 # Bytes of a decode's tile: a v6e reads them in 1.3 us, twice what a copy takes to begin; a fifth of that is
 # what a tile costs however long it is, some 400 cycles. Wider steps spread these over their rows: half does.
@@ -66,6 +66,16 @@ class Shape:
         return self.parts[self.value]
 
     @property
+    def runs(self) -> Runs | None:
+        """Runs of channels, which are the same in all pools that have any."""
+        return next((part.runs for part in self.parts if part.scaling == "channels"), None)
+
+    @property
+    def run_slots(self) -> int | None:
+        """Slots of a run where keys have runs of slots; a query sees its own run as it was given."""
+        return next((part.runs.span for part in self.keys if part.runs and part.scaling == "slots"), None)
+
+    @property
     def share(self) -> int:
         """Columns of slots that a page's logits go by: the most of any pool."""
         return max(part.columns.share for part in self.parts)
@@ -74,6 +84,22 @@ class Shape:
     def column(self) -> int:
         """Slots of such a column."""
         return self.page_size // self.share
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether tiles have the even rows of a column before the odd ones.
+
+        A word has four rows of bytes, of which 16-bit numbers are made two by two, without moving any.
+        """
+        return all(part.entry == "int4" and part.columns.num_rows % 32 == 0 for part in self.parts)
+
+    def row_of(self, place: Any) -> Any:
+        """Return the row of a column at a place in its order in tiles."""
+        if not self.is_paired:
+            return place
+        # 1 from the middle on, in numpy as in a kernel.
+        is_odd = 1 + ((place - self.column // 2) >> 31)
+        return 2 * place - (self.column - 1) * is_odd
 
     @property
     def num_parts(self) -> int:
@@ -142,6 +168,25 @@ class Sizes:
         """Tokens of a tile."""
         return self.block_pages * self.shape.page_size
 
+    @property
+    def batch_heads(self) -> int:
+        """KV heads whose logits are computed at once."""
+        num_heads, most = self.shape.num_kv_heads, max(1, MAX_ROWS // self.rows)
+        return max(heads for heads in range(1, num_heads + 1) if num_heads % heads == 0 and heads <= most)
+
+    @property
+    def own_keys(self) -> int:
+        """Keys of the runs that a piece's queries lie in; 0 where there are no runs of slots."""
+        span = self.shape.run_slots
+        if span is None:
+            return 0
+        return span if self.query_tokens == 1 else (-(-self.query_tokens // span) + 1) * span
+
+    @property
+    def own_lanes(self) -> int:
+        """Lanes of one of them."""
+        return round_up(self.shape.keys[0].head_dim, LANES)
+
 
 def sizes_of(shape: Shape, num_pages: int, tiling: Tiling) -> Sizes:
     """Return how a tiling cuts a call's work."""
@@ -209,7 +254,7 @@ def refusal(shape: Shape, tiling: Tiling) -> str | None:
             f"a row of the page table must take at most {SMEM_BYTES // min(2, shape.num_seqs):,} bytes, got "
             f"{4 * shape.max_pages:,} for {shape.max_pages} pages; use larger pages"
         )
-    is_scaled = any(part.scaling in ("token", "run") for part in shape.parts)
+    is_scaled = any(part.scaling in ("token", "channels") for part in shape.parts)
     if is_scaled and shape.column % LANES and LANES % shape.column:
         return (
             f"a page's slots in {shape.share} columns must divide {LANES} or be a multiple of it, got "
@@ -232,18 +277,22 @@ def vmem_refusal(shape: Shape, tiling: Tiling) -> str | None:
 
 
 def _vmem_bytes(sizes: Sizes) -> int:
-    """Return the bytes of tiles, sums, two steps' blocks with sinks, and the spread of scales."""
+    """Return the bytes of tiles, sums, two steps' blocks with sinks, the spread of scales, and own runs."""
     shape, value_lanes = sizes.shape, sizes.shape.values.lanes
-    # A row's query at each place and its output, of two steps; its sink, twice, padded; its three sums.
-    query_lanes = sum(part.columns.share * part.lanes for part in shape.keys)
+    # A row's query and its output, of two steps; its sink, twice, padded; its three sums.
+    query_lanes = sum(part.lanes for part in shape.keys)
     query_bytes = query_lanes * jnp.dtype(shape.operand_dtype).itemsize
     step_bytes = query_bytes + value_lanes * jnp.dtype(shape.query_dtype).itemsize
     row_bytes = 2 * sizes.pieces_per_step * step_bytes + ((2 + 2) * LANES + value_lanes) * 4
     tiles = [array for part in shape.parts for array in tile_shapes(sizes, part) if array is not None]
     tile_bytes = sum(math.prod(dims) * jnp.dtype(dtype).itemsize for dims, dtype in tiles)
-    if shape.values.runs is not None:
+    if shape.run_slots is not None:
+        own_rows = 2 * sizes.pieces_per_step * shape.num_kv_heads * (sizes.own_keys + sizes.rows)
+        tile_bytes += own_rows * sizes.own_lanes * jnp.dtype(shape.operand_dtype).itemsize
+        tile_bytes += sizes.batch_heads * sizes.rows * sizes.block * 4
+    if shape.runs is not None:
         num_patterns = shape.page_size // min(LANES, shape.column)
-        tile_bytes += 2 * num_patterns * LANES * shape.values.runs.count * LANES * 2
+        tile_bytes += 2 * num_patterns * LANES * shape.runs.count * LANES * 2
     return shape.num_kv_heads * sizes.rows * row_bytes + tile_bytes
 
 

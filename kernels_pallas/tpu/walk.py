@@ -21,11 +21,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.paged_attention.contract import Pages, Stripe
+from kernels_pallas.tpu.logits import logits_of, products
+from kernels_pallas.tpu.nibbles import nibbles
 from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
-from kernels_pallas.tpu.pieces import HIDDEN, Pieces, from_rows, pieces_of, sink_rows, to_rows
+from kernels_pallas.tpu.pieces import HIDDEN, Own, Pieces, from_rows, own_of, pieces_of, sink_rows, to_rows
 from kernels_pallas.tpu.queue import CURSOR, Queue
-from kernels_pallas.tpu.runs import MIDDLE, Spread, scales_of_runs, spread_of
-from kernels_pallas.tpu.sizes import MAX_ROWS, VMEM_BYTES, Sizes, tile_shapes
+from kernels_pallas.tpu.runs import Spread, scales_of_runs, spread_of
+from kernels_pallas.tpu.sizes import VMEM_BYTES, Sizes, tile_shapes
+from kernels_pallas.tpu.slot_runs import decoded, own_logits
 
 # Below every logit of finite keys; finite, so that differences of two are numbers.
 _LOWEST = -(2.0**127)
@@ -54,6 +57,7 @@ def walk(
     sinks: Float[Array, " q_head"] | None,
     sizes: Sizes,
     options: Options,
+    recent: Float[Array, "seq kv_head recent head_dim"] | None = None,
 ) -> tuple[Float[Array, "seq time q_head value_dim"], Float[Array, "seq time q_head"]]:
     """Attend to all pieces.
 
@@ -65,6 +69,7 @@ def walk(
         sinks: see `paged_attention.reference`.
         sizes: of the call.
         options: of the call.
+        recent: as `PagedArguments`.
     """
     table, starts, lens, offset = rows
     table = jnp.pad(table, ((0, sizes.num_parts * sizes.part_seqs - table.shape[0]), (0, 0)))
@@ -78,6 +83,7 @@ def walk(
         *jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.int32)[None], (offset, stripe)),
         table.reshape(sizes.num_parts, -1),
         tuple(operands),
+        None if recent is None else own_of(queries[0].astype(shape.operand_dtype), recent, starts, sizes),
         None if sinks is None else sink_rows(sinks, sizes),
         spread_of(shape),
         tuple(stored_of(pages) for pages in pools),
@@ -102,12 +108,16 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
         return pl.BlockSpec(dims, lambda step, *_: (0,) * len(dims))
 
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    of_scales = {"token": in_hbm, "head": of_call(shape.num_kv_heads, 1, LANES), "run": in_hbm, None: None}
+    of_scales = {"head": of_call(shape.num_kv_heads, 1, LANES), None: None}
     pools = tuple(
-        Stored(in_hbm, of_scales[part.scaling], None if part.runs is None else in_hbm) for part in shape.parts
+        Stored(in_hbm, of_scales.get(part.scaling, in_hbm), None if part.runs is None else in_hbm)
+        for part in shape.parts
     )
     spread = jax.tree.map(lambda array: of_call(*array.shape), spread_of(shape))
-    queries = tuple(of_step(part.columns.share * sizes.rows, part.lanes) for part in shape.keys)
+    queries = tuple(of_step(sizes.rows, part.lanes) for part in shape.keys)
+    own = Own(of_step(sizes.rows, sizes.own_lanes), of_step(sizes.own_keys, sizes.own_lanes))
+    own_sums = pltpu.VMEM((sizes.batch_heads, sizes.rows, sizes.block), jnp.float32)
+    has_own = shape.run_slots is not None
     sink_spec = of_call(shape.num_kv_heads, sizes.rows, 1) if has_sinks else None
     sums = pltpu.VMEM((shape.num_kv_heads, sizes.rows, LANES), jnp.float32)
     value_lanes = shape.values.lanes
@@ -119,6 +129,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
             in_specs=[
                 in_hbm,
                 queries,
+                own if has_own else None,
                 sink_spec,
                 spread,
                 pools,
@@ -127,6 +138,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
             scratch_shapes=[
                 tuple(_tiles(sizes, part) for part in shape.parts),
                 pltpu.VMEM((1, sizes.block), jnp.int32),
+                own_sums if has_own else None,
                 sums,
                 sums,
                 pltpu.VMEM((shape.num_kv_heads, sizes.rows, value_lanes), jnp.float32),
@@ -162,7 +174,8 @@ def _kernel(
     offset_ref,  # int32 [1]                                   SMEM, prefetched
     stripe: tuple[Any, Any],  # int32 [1] each                 SMEM, prefetched
     table_ref,  # int32 [part, seq * max_pages]                HBM
-    query_refs,  # of each pool of keys: [step_piece, kv_head, share * row, lane]      VMEM
+    query_refs,  # of each pool of keys: [step_piece, kv_head, row, lane]      VMEM
+    own_refs: Any,  # `Own` where keys have runs of slots, else None          VMEM
     sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
     spread: Spread | None,  # of runs of channels              VMEM
     pools: tuple[Any, ...],  # of each: entries and scales of tokens   HBM; scales of heads VMEM
@@ -170,6 +183,7 @@ def _kernel(
     log_sum_ref,  # float32 [step_piece, kv_head, n, 128]      VMEM
     tiles: tuple[Any, ...],  # of each pool: see `Queue`      VMEM
     tokens_ref,  # int32 [1, token]: see `tokens`              VMEM
+    own_ref,  # float32 [head, row, token]: logits of own runs, or None       VMEM
     peak_ref,  # float32 [kv_head, row, 128], equal lanes      VMEM
     total_ref,  # float32 [kv_head, row, 128], to be added     VMEM
     sum_ref,  # float32 [kv_head, row, lane]                   VMEM
@@ -185,7 +199,7 @@ def _kernel(
     options: Options,
 ):
     shape, block, block_pages = sizes.shape, sizes.block, sizes.block_pages
-    page_size, share, column = shape.page_size, shape.share, shape.column
+    page_size, share, column, span = shape.page_size, shape.share, shape.column, shape.run_slots or 1
     stride_ref, first_page_ref = stripe
     queue = Queue(
         sizes,
@@ -203,12 +217,12 @@ def _kernel(
         row_semaphores_ref,
     )
 
-    def clear(data, columns, buffer, begin, end):
-        """Zero what a tile holds outside slots [begin, end): 0 * NaN is NaN."""
+    def clear(data, columns, span, buffer, begin, end):
+        """Zero what a tile holds outside slots [begin, end), of runs what is not whole: 0 * NaN is NaN."""
         num_rows = columns.num_rows
         slot = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0)
         lane = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
-        slot += jax.lax.div(lane, columns.width) * num_rows
+        slot = (slot + jax.lax.div(lane, columns.width) * num_rows) * span
         # Of a dtype whose masks are as wide as the places.
         wide = jnp.int32 if data.dtype == jnp.uint8 else jnp.float32
 
@@ -217,7 +231,7 @@ def _kernel(
 
             @pl.when((first < begin) | (first + page_size > end))
             def _():
-                is_kept = (slot + first >= begin) & (slot + first < end)
+                is_kept = (slot + span > begin - first) & (slot + span <= end - first)
                 for head in range(shape.num_kv_heads):
                     for row in range(0, columns.num_parts * num_rows, num_rows):
                         entries = data[buffer, head, page, pl.ds(row, num_rows)]
@@ -234,17 +248,21 @@ def _kernel(
         end = pieces.ends[piece] - tile * block
         for index, part in enumerate(shape.parts):
             # Integers are never NaN, and scales of dead slots are dropped; those of runs share rows.
-            arrays, columns = [tiles[index].data], part.columns
+            arrays, columns, length = [], part.columns, span if part.scaling == "slots" else 1
             if part.runs is not None:
                 arrays, columns = [tiles[index].scale, tiles[index].zero], part.runs.columns
-            if part.dtype != jnp.int8 and (index == shape.value or part.columns.share > 1):
-                for array in arrays:
-                    call = functools.partial(clear, array, columns, buffer, begin, end)
-                    pl.when((begin > 0) | (end < block))(call)
+            elif part.dtype != jnp.int8 and (index == shape.value or columns.share > 1):
+                arrays = [tiles[index].data]
+            for array in arrays:
+                call = functools.partial(clear, array, columns, length, buffer, begin, end)
+                pl.when((begin > 0) | (end < block))(call)
 
     def slots():
         """Return the slots of a tile in the order of the logits' lanes: by their column in a page."""
         place = jax.lax.broadcasted_iota(jnp.int32, (1, block // share), 1)
+        if shape.is_paired:
+            within = jax.lax.rem(place, column)
+            place += shape.row_of(within) - within
         if share > 1:
             place += jax.lax.div(place, column) * (page_size - column)
         return jnp.concatenate([place + i * column for i in range(share)], axis=1)
@@ -270,7 +288,10 @@ def _kernel(
         """Return entries of a tile as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
         part, entries = shape.parts[index], tiles[index].data[buffer, heads]
         if part.entry == "int4":
-            halves = [half.astype(jnp.float32) - MIDDLE for half in (entries & 15, entries >> 4)]
+            halves = nibbles(entries, part, is_paired=shape.is_paired)
+            if part.scaling == "slots":
+                of_runs = (tiles[index].scale[buffer, heads], tiles[index].zero[buffer, heads])
+                halves = decoded(part, halves, *of_runs, is_paired=shape.is_paired, dtype=shape.operand_dtype)
         else:
             halves = [pltpu.bitcast(entries, _FP8[part.entry]) if part.entry in _FP8 else entries]
         halves = [half.astype(shape.operand_dtype) for half in halves]
@@ -289,15 +310,23 @@ def _kernel(
             axis=2,
         )
 
-    def scales(index, buffer):
-        """Return the scales of all heads in the order of the logits' lanes, `[kv_head, 1, token]` or None."""
-        scaling, num_chunks = shape.parts[index].scaling, block // LANES
-        if scaling not in ("token", "head"):
-            return None
-        if scaling == "head":
-            return jnp.concatenate([pools[index].scale[...]] * num_chunks, axis=-1)
-        chunks = [scale_lanes(tiles[index].scale, buffer, chunk) for chunk in range(num_chunks)]
-        return jnp.concatenate(chunks, axis=-1)[:, None]
+    def scales(index, buffer) -> tuple[list[Any], list[Any]]:
+        """Return scales and shifts of all heads in the order of the logits' lanes, `[kv_head, 1, token]`.
+
+        One of each for each run of channels; elsewhere one scale, or None, and no shift.
+        """
+        part, num_chunks = shape.parts[index], block // LANES
+        match part.scaling:
+            case "channels":
+                assert spread is not None
+                return scales_of_runs(tiles[index], buffer, spread, shape, block)
+            case "head":
+                return [jnp.concatenate([pools[index].scale[...]] * num_chunks, axis=-1)], []
+            case "token":
+                chunks = [scale_lanes(tiles[index].scale, buffer, chunk) for chunk in range(num_chunks)]
+                return [jnp.concatenate(chunks, axis=-1)[:, None]], []
+            case _:
+                return [None], []
 
     def scale_lanes(scale_ref, buffer, chunk):
         """Return the scales of the slots of 128 logits, `[kv_head, 128]`."""
@@ -324,10 +353,11 @@ def _kernel(
         is_seen = past <= row
         if options.window is not None:
             is_seen &= past + options.window * shape.group > row
-        part_scales: list[Any] = [scales(part, buffer) for part in range(len(shape.parts))]
-        value_scales, shifts = [part_scales[shape.value]], []
-        if spread is not None:
-            value_scales, shifts = scales_of_runs(tiles[shape.value], buffer, spread, shape, block)
+        # A query sees a run that ends before its token by its scales, and its own as it was given.
+        run_past = ((position | (span - 1)) - pieces.starts[piece]) * shape.group
+        is_own = run_past + shape.group > row
+        part_scales = [scales(part, buffer) for part in range(len(shape.parts))]
+        value_scales, shifts = part_scales[shape.value]
         if shape.values.scaling is not None:
             is_live = past < pieces.lens[piece] * shape.group
             if options.window is not None:
@@ -335,21 +365,38 @@ def _kernel(
             value_scales, shifts = (
                 [jnp.where(is_live, scale, 0.0) for scale in scales] for scales in (value_scales, shifts)
             )
-        batch = max(
-            heads
-            for heads in range(1, shape.num_kv_heads + 1)
-            if shape.num_kv_heads % heads == 0 and heads * sizes.rows <= max(MAX_ROWS, sizes.rows)
-        )
+        batch = sizes.batch_heads
 
-        def logits_of(heads, own, keys):
+        def summed_logits(heads, own, keys):
             """Return the logits of some heads, the sum over the pools of keys."""
-            parts = []
-            for part, entries in enumerate(keys):
-                shared = _products("hrd,hsd->hrs", query_refs[part][index, heads], entries)
-                logits = side_by_side(shared, shape.parts[part].columns.share)
-                scale = part_scales[part]
-                parts.append(logits if scale is None else logits * scale[own])
+
+            def of_heads(arrays: list[Any]) -> list[Any]:
+                return [array if array is None else array[own] for array in arrays]
+
+            parts = [
+                logits_of(
+                    shape.parts[part],
+                    query_refs[part][index, heads],
+                    entries,
+                    *map(of_heads, part_scales[part]),
+                )
+                for part, entries in enumerate(keys)
+            ]
+            if own_refs is not None:
+                take_own(heads)
+                parts = [jnp.where(is_own[None], own_ref[...], *parts)]
             return functools.reduce(jnp.add, parts) * options.scale
+
+        def take_own(heads):
+            """Put the logits of own runs where their slots are in the tile, if any is."""
+            begin = pieces.starts[piece] - jax.lax.rem(pieces.starts[piece], span)
+            last_page = ((tile + 1) * block_pages - 1) * stride_ref[0] + first_page_ref[0]
+
+            @pl.when((last_page + 1) * page_size > begin)
+            def _():
+                end = pieces.starts[piece] + pieces.lens[piece]
+                query, keys = own_refs.query[index, heads], own_refs.keys[index, heads]
+                own_ref[...] = own_logits(query, keys, begin, end, position)
 
         def take_heads(first):
             heads, own = pl.ds(first, batch), slice(first, first + batch)
@@ -357,7 +404,7 @@ def _kernel(
             values = (
                 keys[shape.value] if shape.value < shape.num_keys else numbers(shape.value, buffer, heads)
             )
-            logits = logits_of(heads, own, keys)
+            logits = summed_logits(heads, own, keys)
             if options.soft_cap is not None:
                 logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
             logits = jnp.where(is_seen[None], logits, -jnp.inf)
@@ -375,11 +422,6 @@ def _kernel(
 
         for first in range(0, shape.num_kv_heads, batch):
             take_heads(first)
-
-    def side_by_side(shared, num_columns):
-        """Put the rows of each column's queries beside one another."""
-        rows = [shared[:, i * sizes.rows : (i + 1) * sizes.rows] for i in range(num_columns)]
-        return jnp.concatenate(rows, axis=-1)
 
     def weighted(weights, shifts, values):
         """Return the sum of values by the weights of their runs and shifts, each column's in its lanes."""
@@ -399,9 +441,7 @@ def _kernel(
         width = block // columns.share
         places = [(column, run) for column in range(columns.share) for run in range(len(weights))]
         stacked = [weights[run][:, :, i * width : (i + 1) * width] for i, run in places]
-        parts = _products(
-            "hrs,hsd->hrd", jnp.concatenate(stacked, axis=1).astype(shape.operand_dtype), values
-        )
+        parts = products("hrs,hsd->hrd", jnp.concatenate(stacked, axis=1).astype(shape.operand_dtype), values)
         lane = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.rows, values.shape[-1]), 2)
 
         def part_of_place(index):
@@ -486,9 +526,3 @@ def _kernel(
 def _repeated(lanes: Array, count: int) -> Array:
     """Return 128 equal lanes as `count`."""
     return jnp.concatenate([lanes] * (count // LANES), axis=-1)
-
-
-def _products(equation: str, left: Array, right: Array) -> Array:
-    """Multiply in float32; operands that are float32 are not rounded to bfloat16."""
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=jnp.float32)

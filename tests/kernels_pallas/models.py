@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.cache.codec import Codec, PoolLayout, find_codecs
+from jkv.cache.runs import num_runs
 from jkv.cache.spec import CacheGroup
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
@@ -22,10 +23,12 @@ def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple
         sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
         of_pool = {"num_pages": num_layers * num_pages, "num_kv_heads": shape.num_kv_heads}
         keys, values = (make_pages(codec, of_pool, sizes) for codec in codecs)
-        rows = jnp.zeros(num_seqs, jnp.int32)
-        return PagedArguments(
-            query, keys, values, jnp.zeros((num_seqs, width), jnp.int32), rows, rows, rows[0]
-        )
+        rows, table = jnp.zeros(num_seqs, jnp.int32), jnp.zeros((num_seqs, width), jnp.int32)
+        recent = None
+        if keys.run_slots is not None:
+            num_recent = num_runs(shape.time, keys.run_slots) * keys.run_slots
+            recent = jnp.zeros((num_seqs, shape.num_kv_heads, num_recent, shape.head_dim), jnp.bfloat16)
+        return PagedArguments(query, keys, values, table, rows, rows, rows[0], recent)
 
     return jax.eval_shape(make), num_pages
 

@@ -133,6 +133,8 @@ def test_what_the_kernel_does_not_take_is_refused_with_its_sizes():
     up = UpProjections(jnp.zeros((2, 32, 128)), jnp.zeros((2, 32, 128)))
     refused = pallas_tpu.refusal(arguments._replace(up=up))
     assert refused == "latents must be attended to as they are, got up-projections of every head"
+    refused = pallas_tpu.refusal(latent_arguments(MODELS["deepseek_v3"], "int4")[0])
+    assert refused == "latents must have no zero points, got int4 entries; use int8"
 
 
 @pytest.mark.tpu_aot

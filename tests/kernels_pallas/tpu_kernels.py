@@ -14,9 +14,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental.pallas import tpu as pltpu
 
 from jkv.cache.codec import Codec
-from jkv.cache.encoding import encode, largest_entry
+from jkv.cache.encoding import encode, encode_run, largest_entry
 from kernels_pallas.paged_attention import Pages, PageSizes
-from kernels_pallas.tpu import queue, runs, walk
+from kernels_pallas.tpu import queue, walk
 
 from ..rows import in_rows
 
@@ -40,7 +40,12 @@ def encoded_pages(codec: Codec, raw: Pages) -> Pages:
     scale = None
     if codec.scaling == "static":
         scale = jnp.linspace(0.01, 0.04, num_heads) * (127 / largest_entry(codec))
-    stored = encode(codec, raw.data.swapaxes(1, 2), scale)
+    if codec.scaling == "slots":
+        stored = encode_run(raw.data.reshape(*raw.data.shape[:2], -1, codec.span(page_size), head_dim))
+        stored = stored.replace(data=stored.data.reshape(*raw.data.shape[:3], -1))
+        stored = jax.tree.map(lambda array: array.swapaxes(1, 2), stored)
+    else:
+        stored = encode(codec, raw.data.swapaxes(1, 2), scale)
     shapes = codec.page_shapes(page_size=page_size, head_dim=head_dim)
     data, own_scale = _laid_out(stored.data), _laid_out(stored.scale)
     assert data is not None
@@ -88,6 +93,15 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+# What the walk takes from the modules beside it.
+_TAKEN = {
+    "queue": ["Queue"],
+    "runs": ["scales_of_runs"],
+    "logits": ["logits_of"],
+    "slot_runs": ["decoded", "own_logits"],
+}
+
+
 def put_fault(fault: Fault, kernel: ModuleType, monkeypatch) -> None:
     """Have a kernel's module walk with a fault in the source."""
     where, found, replacement = fault
@@ -98,9 +112,7 @@ def put_fault(fault: Fault, kernel: ModuleType, monkeypatch) -> None:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     exec(source.replace(found, replacement), module.__dict__)
-    if where is queue:
-        monkeypatch.setattr(walk, "Queue", module.Queue)
-    elif where is runs:
-        monkeypatch.setattr(walk, "scales_of_runs", module.scales_of_runs)
-    else:
+    if where is walk:
         monkeypatch.setattr(kernel, "walk", module.walk)
+    for name in _TAKEN.get(where.__name__.rpartition(".")[2], ()):
+        monkeypatch.setattr(walk, name, getattr(module, name))

@@ -1,0 +1,81 @@
+"""The logits of a tile: products of queries and entries, which are multiplied in whole rows of lanes.
+
+Slots that share a row are told apart by queries that have zeros at all places but one, and so are runs of
+channels whose scales differ. Knows one pool of keys and some of its heads; no mask.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels_pallas.tpu.parts import Part, Runs
+
+
+def logits_of(
+    part: Part,
+    query: Float[Array, "head row lane"],
+    entries: Float[Array, "head place lane"],
+    scales: list[Any],
+    shifts: list[Array],
+) -> Float[Array, "head row token"]:
+    """Return the logits of a pool's tile, the slots of each column beside those of the one before it.
+
+    Args:
+        part: the pool.
+        query: as `pieces.to_rows` has it.
+        entries: rows of lanes.
+        scales: of the tokens, `[head, 1, token]` or as many equal lanes; one for each run of channels, or one
+            for all, or None.
+        shifts: of the tokens and runs, the same: what an entry of nothing stands for.
+    """
+    if part.scaling == "channels":
+        assert part.runs is not None
+        return _logits_of_runs(part, part.runs, query, entries, scales, shifts)
+    share, num_rows = part.columns.share, query.shape[1]
+    begins = [place * part.place_lanes for place in range(share)]
+    queries = [query] if share == 1 else _alone(query, begins, part.place_lanes, part.halves)
+    shared = products("hrd,hsd->hrs", jnp.concatenate(queries, axis=1), entries)
+    rows = [shared[:, i * num_rows : (i + 1) * num_rows] for i in range(share)]
+    logits = jnp.concatenate(rows, axis=-1)
+    return logits if scales[0] is None else logits * scales[0]
+
+
+def _logits_of_runs(
+    part: Part, runs: Runs, query: Array, entries: Array, scales: list[Array], shifts: list[Array]
+) -> Array:
+    """Return the logits of entries whose runs of channels have scales and shifts, half by half."""
+    share, num_rows, width = part.columns.share, query.shape[1], entries.shape[1]
+    count, lanes = runs.count // part.halves, part.lanes // part.halves
+    places = [(place, run) for place in range(share) for run in range(count)]
+    begins = [place * part.place_lanes + run * runs.span for place, run in places]
+    logits: list[Any] = [0.0] * share
+    for half in range(part.halves):
+        own = slice(half * lanes, (half + 1) * lanes)
+        queries = _alone(query[:, :, own], begins, runs.span)
+        shared = products("hrd,hsd->hrs", jnp.concatenate(queries, axis=1), entries[:, :, own])
+        sums = [jnp.sum(alone.astype(jnp.float32), axis=-1, keepdims=True) for alone in queries[:count]]
+        for i, (place, run) in enumerate(places):
+            scale, shift = (
+                array[half * count + run][:, :, place * width : (place + 1) * width]
+                for array in (scales, shifts)
+            )
+            logits[place] += shared[:, i * num_rows : (i + 1) * num_rows] * scale + sums[run] * shift
+    return jnp.concatenate(logits, axis=-1)
+
+
+def _alone(query: Array, begins: list[int], span: int, halves: int = 1) -> list[Array]:
+    """Return queries of which lanes [begin, begin + span) of each half are kept, for each begin."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (*query.shape[:2], query.shape[2] // halves), 2)
+    lane = jnp.concatenate([lane] * halves, axis=-1)
+    # As wide as the masks are.
+    wide = query.astype(jnp.float32)
+    kept = [jnp.where((lane >= begin) & (lane < begin + span), wide, 0.0) for begin in begins]
+    return [alone.astype(query.dtype) for alone in kept]
+
+
+def products(equation: str, left: Array, right: Array) -> Array:
+    """Multiply in float32; operands that are float32 are not rounded to bfloat16."""
+    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=jnp.float32)
