@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.cache.codec import CODECS
 from kernels_pallas.latent_attention import pallas_tpu as latent_kernel
 from kernels_pallas.latent_attention import xla as latent_xla
 from kernels_pallas.latent_attention.shapes import MODELS as LATENT_MODELS
@@ -136,3 +137,13 @@ def checked(what: str, names: str, known: Iterable[str]) -> list[str]:
     if unknown:
         raise SystemExit(f"{what} must be of {', '.join(known)}, got {unknown[0]!r}")
     return found
+
+
+def checked_codecs(names: str) -> list[str]:
+    """Return the codecs of a list, each of keys and, after a slash, of values.
+
+    Raises:
+        SystemExit: one of them is unknown.
+    """
+    checked("codecs", names.replace("/", ","), CODECS)
+    return names.split(",")

@@ -17,12 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.cache.codec import CODECS
 from kernels_pallas.page_write import pallas_tpu as write_kernel
 from kernels_pallas.page_write import xla as write_xla
 from kernels_pallas.paged_attention.shapes import Shape
 from scripts import jax_kernels
-from scripts.attention_steps import ALL_MODELS, Step, checked, filled, step_of
+from scripts.attention_steps import ALL_MODELS, Step, checked, checked_codecs, filled, step_of
 
 # Bytes a second of a chip's HBM, by the start of `jax.Device.device_kind`; from jax's own table of TPUs.
 BANDWIDTHS = {"TPU v5 lite": 0.82e12, "TPU v5": 2.46e12, "TPU v6": 1.64e12, "TPU7x": 3.7e12}
@@ -83,7 +82,7 @@ def writes(step: Step, arguments: Any) -> Iterator[dict[str, Any]]:
     past = arguments.starts[:, None] + jnp.arange(step.shape.time)
     page = jnp.take_along_axis(arguments.page_table, past // page_size, axis=1)
     slots = page * page_size + past % page_size
-    rows = jnp.ones((*slots.shape, pages.data.shape[1], pages.head_dim), pages.data.dtype)
+    rows = jnp.ones((*slots.shape, pages.data.shape[1], pages.data_shape[1]), pages.data.dtype)
     for name, write in (("pallas_tpu", write_kernel.write_pages), ("xla", write_xla)):
         refused = write_kernel.refusal(pages.data, rows) if name == "pallas_tpu" else None
         if refused is not None:
@@ -114,7 +113,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(ALL_MODELS))
     options = parser.parse_args()
     models = checked("models", options.models, ALL_MODELS)
-    codecs = checked("codecs", options.codecs, CODECS)
+    codecs = checked_codecs(options.codecs)
     kind = jax.local_devices()[0].device_kind
     known = next((start for start in BANDWIDTHS if kind.startswith(start)), None)
     if known is None:

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jkv.cache.codec import CODECS
 from jkv.targets import shapes_on, target
 from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.paged_attention.shapes import MODELS
 from scripts import jax_kernels
-from scripts.attention_steps import DECODES, Step, checked, step_of
+from scripts.attention_steps import DECODES, Step, checked, checked_codecs, step_of
 
 # Bytes a second of HBM, from jax's own table of TPUs, and cycles a second: v5e's follow from its 197 TFLOP/s
 # on four units of 128 x 128; v6e's are not published, and a lower clock than the true one is the stricter.
@@ -148,7 +147,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(DECODES))
     parser.add_argument("--peers", default=",".join(PEERS), help="kernels of jax, beside this library's")
     options = parser.parse_args()
-    codecs = checked("codecs", options.codecs, CODECS)
+    codecs = checked_codecs(options.codecs)
     peers = checked("peers", options.peers, PEERS) if options.peers else []
     names = [*codecs, *(f"jax {peer}, {codec}" for peer in peers for codec in codecs)]
     print("| model | machine | tokens | " + " | ".join(names) + " |")

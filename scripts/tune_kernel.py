@@ -20,10 +20,9 @@ from typing import Any
 
 import yaml
 
-from jkv.cache.codec import CODECS
 from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.tpu import sizes, tuned
-from scripts.attention_steps import ALL_MODELS, DECODES, Step, checked, filled, step_of
+from scripts.attention_steps import ALL_MODELS, DECODES, Step, checked, checked_codecs, filled, step_of
 from scripts.bench_kernel import step_microseconds
 from scripts.tpu_static import MACHINES, dumps, own_share
 
@@ -86,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     known = DECODES if options.static else list(ALL_MODELS)
     models = checked("models", options.models or ",".join(known), known)
-    codecs = checked("codecs", options.codecs, CODECS)
+    codecs = checked_codecs(options.codecs)
     if options.static:
         checked("machines", options.static, MACHINES)
         chip = options.static
