@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,25 @@ def test_a_step_of_deepseek_v3_adds_its_experts_up_over_a_cube():
         (4, stream): 61 + 3 + 1,
         (64, stream): 58,
     }
+
+
+@TPU
+def test_stripes_of_a_context_send_partial_results_whatever_its_length(tmp_path: Path, monkeypatch):
+    mesh = tmp_path / "configs" / "meshes" / "stripes.yaml"
+    mesh.parent.mkdir(parents=True)
+    rules = "rules: {seq: null, page: null, mlp: stripe, vocab: stripe, context: stripe}"
+    mesh.write_text(f"base: single\ntarget: v6e:2x4\naxes: {{model: 2, stripe: 4}}\n{rules}\n")
+    monkeypatch.chdir(tmp_path)
+    job, costs = find_job("qwen3-0.6b", "stripes", cache="paged-int8"), []
+    for tokens in (2048, 8192):
+        one = replace(job, deployment=replace(job.deployment, mix=one_length(tokens))).workload(2)
+        lowered, said = lower_with_kernel(one.with_model(shallow_models(job.model)[0]), "decode")
+        assert said == "kernel"
+        costs.append(costs_of(lowered.compile()))
+    short, long = costs
+    assert short.collectives == long.collectives
+    assert {each.kind for each in long.collectives} == {"all-reduce"}
+    assert long.temporaries - short.temporaries < 0.01 * (long.aliased - short.aliased)
 
 
 @TPU
