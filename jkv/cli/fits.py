@@ -100,8 +100,7 @@ def check_divides(
         "expert": (experts.num_experts if experts else 0, "experts"),
         "vocab": (sizes.vocab_size, "token ids"),
     }
-    # More devices than KV heads may have copies of them.
-    hints = {"kv_head": ", set mesh.kv_copies", "seq": f", a multiple of {mesh.shards('seq')} sequences"}
+    hints = {"kv_head": _copies_hint(sizes, mesh), "seq": f", a multiple of {mesh.shards('seq')} sequences"}
     problems = [
         Problem(
             Place(name),
@@ -140,6 +139,13 @@ def _needed_copies(sizes: SizesSection, mesh: MeshSection) -> int:
     """Return the fewest copies of each KV head that its axis splits: no two are on one device."""
     ways = mesh.shards("kv_head")
     return ways // gcd(ways, sizes.num_kv_heads // mesh.kv_copies)
+
+
+def _copies_hint(sizes: SizesSection, mesh: MeshSection) -> str:
+    """Say how many copies more devices than KV heads may have, where the model can be copied so."""
+    needed, group = _needed_copies(sizes, mesh), sizes.num_heads * mesh.kv_copies // sizes.num_kv_heads
+    can_copy = sizes.latent is None and not sizes.is_qk_norm_wide and group % needed == 0
+    return f", set mesh.kv_copies to {needed}" if can_copy else ""
 
 
 def _used_axes(mesh: MeshSection, *, has_experts: bool) -> set[str | None]:

@@ -153,7 +153,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
         "smollm2-135m: mesh.rules.q_head: must split query heads evenly, got 9 over 4 devices; "
         "choose 3 or 9, or drop the rule",
         "smollm2-135m: mesh.rules.kv_head: must split key and value heads evenly, got 3 over 4 devices; "
-        "choose 3, set mesh.kv_copies, or drop the rule",
+        "choose 3, or drop the rule",
     ]
 
 
@@ -174,7 +174,7 @@ def test_the_command_prints_what_the_function_returns(run_jkv, tiny):
 
 def test_copies_of_kv_heads_are_shown_and_counted(run_jkv, tiny, refusal):
     flags = ("--model.path", str(tiny), "--mesh", "cpu-2x4")
-    assert "set mesh.kv_copies" in refusal("check", "smollm2-cpu", "--engine.max-sequences", "2", *flags)
+    assert "set mesh.kv_copies to 2" in refusal("check", "smollm2-cpu", "--engine.max-sequences", "2", *flags)
     flags += ("--engine.max-sequences", "2", "--cache.capacity", "16")
     shown = run_jkv("check", "smollm2-cpu", *flags, "--mesh.kv-copies", "2")
     assert "each of 2 KV heads is held by 2 devices of its axis" in shown
