@@ -124,13 +124,17 @@ def _run(
 ) -> tuple[Float[Array, "seq time embed"], Cache | None]:
     """Run a layer in its place; those that differ in weights and index alone are traced and lowered once."""
     group, index = where
-    return _run_parts(*nnx.split(layer), x, cache, jnp.int32(index), batch, rotation, group=group)
+    parts = nnx.split(layer, nnx.Param, ...)
+    x, cache, rest = _run_parts(*parts, x, cache, jnp.int32(index), batch, rotation, group=group)
+    nnx.update(layer, rest)
+    return x, cache
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "group"))
 def _run_parts(
     graph: Any,
-    state: Any,
+    parameters: Any,
+    rest: Any,
     x: Float[Array, "seq time embed"],
     cache: Cache | None,
     index: Int[Array, ""],
@@ -138,9 +142,11 @@ def _run_parts(
     rotation: Rotation,
     *,
     group: int,
-) -> tuple[Float[Array, "seq time embed"], Cache | None]:
-    layer = nnx.merge(graph, state)
-    return layer(x, cache, where=(group, index), batch=batch, rotation=rotation)
+) -> tuple[Float[Array, "seq time embed"], Cache | None, Any]:
+    """Return the layer's output, the cache, and what is no parameter: a layer put in its place may keep some."""
+    layer = nnx.merge(graph, parameters, rest)
+    x, cache = layer(x, cache, where=(group, index), batch=batch, rotation=rotation)
+    return x, cache, nnx.state(layer, nnx.Not(nnx.Param))
 
 
 @nnx.remat
