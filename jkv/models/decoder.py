@@ -143,7 +143,7 @@ def _run_parts(
     *,
     group: int,
 ) -> tuple[Float[Array, "seq time embed"], Cache | None, Any]:
-    """Return the layer's output, the cache, and what is no parameter: a layer put in its place may keep some."""
+    """Return the layer's output, the cache, and what it keeps beside its parameters."""
     layer = nnx.merge(graph, parameters, rest)
     x, cache = layer(x, cache, where=(group, index), batch=batch, rotation=rotation)
     return x, cache, nnx.state(layer, nnx.Not(nnx.Param))
