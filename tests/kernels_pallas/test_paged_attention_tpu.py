@@ -501,6 +501,7 @@ def test_the_kernel_compiles_for_tpus_with_a_stripes_page_table_larger_than_thei
         ("v6e", "f32", "window"),
         ("v5e", "int8", "window"),
         ("v6e", "int8/int4", "dense"),
+        ("v6e", "int4", "dense"),
         ("v6e", "fp8_e4m3", "paged"),
     ],
 )
