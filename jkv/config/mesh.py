@@ -140,7 +140,7 @@ def _strangers(rules: MeshRules, names: list[str]) -> Iterator[Conflict]:
 def _unequal(rules: MeshRules) -> Iterator[Conflict]:
     """Find axes that must be split alike and are not: sequences own pages, KV heads serve query heads."""
     for first, second in (("seq", "page"), ("q_head", "kv_head")):
-        wanted, got = getattr(rules, first), getattr(rules, second)
+        wanted, got = getattr(rules, first) or "null", getattr(rules, second) or "null"
         if wanted != got:
             yield ("rules", second), f"must equal the rule of {first} ({wanted}), got {got}; set both alike"
 

@@ -15,6 +15,9 @@ from jkv.config.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean
 from jkv.config.sections import DecodeConfig
 from jkv.config.source import Entry
 
+# What a file calls null is None to tyro.
+_NULL = re.compile(r"(?<==)(null|none)$|^(null|none)$")
+
 
 def split_names(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Take `--model NAME`, `--cache NAME`, `--mesh NAME` and `--engine NAME` out of the overrides.
@@ -38,11 +41,12 @@ def split_names(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def apply_flags(config: DecodeConfig, flags: Sequence[str]) -> DecodeConfig:
-    """Set single values by dotted flags; what they add up to is for the caller to check.
+    """Set single values by dotted flags, null as in a file; what they add up to is for the caller to check.
 
     Raises:
         ConfigError: a flag is unknown, or its value is not of the right kind.
     """
+    flags = [_NULL.sub("None", flag) for flag in flags]
     changed, unknown = read_flags(DecodeConfig, flags, prog="jkv", default=config)
     refuse_unknown(unknown, [f"--{kind}" for kind in FOLDERS] + _flags(asdict(config), "--"))
     return changed

@@ -182,7 +182,7 @@ def test_a_bad_value_is_refused_with_what_it_must_be(tmp_path, section, text, me
         ),
         (
             "{axes: {data: 2}, rules: {page: data}}",
-            "mesh.rules.page: must equal the rule of seq (None), got data; set both alike",
+            "mesh.rules.page: must equal the rule of seq (null), got data; set both alike",
         ),
         (
             "{axes: {data: 2}, rules: {latent: data}}",
@@ -285,6 +285,13 @@ def test_flags_set_single_values():
     assert config.cache.page_size == 64
     assert config.engine.sampling.top_p == 0.9
     assert config.mesh.axes == (("data", 2), ("model", 4))
+
+
+def test_a_flag_drops_a_rule_as_a_file_does():
+    flags = ["--mesh.rules.q-head", "null", "--mesh.rules.kv-head=none", "--cache.value-codec", "null"]
+    config = load_config("smollm2-cpu", ["--mesh", "cpu-2x4", *flags])
+    assert (config.mesh.rules.q_head, config.mesh.rules.kv_head, config.cache.value_codec) == (None,) * 3
+    assert config.mesh.rules.mlp == "model"
 
 
 def test_flags_take_whole_sections_by_name():
