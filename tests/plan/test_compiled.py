@@ -87,6 +87,8 @@ def check(plan: CompiledPlan) -> None:
     ("mesh", "rows"),
     [
         pytest.param("v5e-32", 32, marks=TPU),
+        pytest.param("v5p-64", 4, marks=TPU),
+        pytest.param("v6e-8", 64, marks=TPU),
         pytest.param("tpu7x-4", 64, marks=TPU),
         pytest.param("h200-8", 64, marks=GPU),
     ],
