@@ -82,11 +82,24 @@ def from_canonical(canonical: Canonical, cache: Cache, *, sharding: Sharding | N
         if (got := [len(group) for group in groups]) != layers:
             raise ValueError(f"{what} must be of as many layers a group as the cache's, {layers}, got {got}")
     num_tokens = canonical.keys[0][0].shape[1]
+    if sharding is not None and sharding.is_explicit:
+        canonical = _placed(canonical, cache, sharding)
     cache, batch = cache.begin(canonical.lengths, time=num_tokens)
     for group, layers in enumerate(zip(canonical.keys, canonical.values, strict=True)):
         for layer, (keys, values) in enumerate(zip(*layers, strict=True)):
             cache = ops.append(cache, (group, layer), batch, keys, values, sharding=sharding)
     return cache
+
+
+def _placed(canonical: Canonical, cache: Cache, sharding: Sharding) -> Canonical:
+    """Return the canonical form as the cache lies: types of an explicit mesh say so."""
+
+    def place(groups: tuple[tuple[jax.Array, ...], ...]) -> Any:
+        axes = [sharding.named("seq", None, group.head_axis, None) for group in cache.spec.groups]
+        return tuple(jax.reshard(layers, axis) for layers, axis in zip(groups, axes, strict=True))
+
+    lengths = jax.reshard(canonical.lengths, sharding.named("seq"))
+    return Canonical(keys=place(canonical.keys), values=place(canonical.values), lengths=lengths)
 
 
 def _group(

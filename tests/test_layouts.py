@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jkv import ops
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheSpec
-from jkv.canonical import to_canonical
+from jkv.canonical import from_canonical, to_canonical
 from jkv.sharding import Sharding
 
 from .compare import assert_close
@@ -106,6 +106,15 @@ def test_a_cache_over_a_mesh_holds_the_bytes_that_are_planned_and_reads_as_one()
     got, expected = to_canonical(layout.cache, sharding=sharding), to_canonical(whole.cache)
     for one, split in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         np.testing.assert_array_equal(split, one)
+
+
+def test_a_canonical_form_from_memory_is_written_to_an_explicit_mesh():
+    sharding = make_sharding({"seq": ("data", 2), "head": ("model", 2)}, AxisType.Explicit)
+    layout, whole = (Layout((Form(2, "f32"),), each, is_paged=False) for each in (sharding, None))
+    whole.step(2 * [12, 7, 12, 1, 0, 12, 5, 9], 0)
+    expected = jax.tree.map(np.asarray, to_canonical(whole.cache, 12))
+    got = to_canonical(from_canonical(expected, layout.cache, sharding=sharding), 12, sharding=sharding)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 @pytest.mark.parametrize(("num_stripes", "form"), [(2, Form(1, "f32")), (4, Form(None, "int8"))])
