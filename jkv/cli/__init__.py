@@ -6,6 +6,7 @@ Each verb is a module that is imported when it runs, with `run(argv)` and a plai
 import importlib
 import io
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = did_you_mean(verb, VERBS) or f"; known: {', '.join(VERBS)}"
         return _fail(f"{verb!r} is not a verb{known}")
     _keep_programs()
+    _give_threads()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a terminal cannot show is spelled out; the output would end there otherwise.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -84,6 +86,16 @@ def _help() -> str:
 def _fail(message: str) -> int:
     print("\n".join(f"jkv: {line}" for line in message.splitlines()), file=sys.stderr)
     return USAGE_ERROR
+
+
+def _give_threads() -> None:
+    """Let CPU devices that XLA_FLAGS asks for have threads beside those in which they wait for each other.
+
+    With one a device a large product of the last one waits forever for threads that wait for it.
+    """
+    asked = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if asked:
+        os.environ.setdefault("NPROC", str(4 * int(asked[1])))
 
 
 def _keep_programs() -> None:

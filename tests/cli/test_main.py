@@ -153,3 +153,14 @@ def test_a_folder_that_cannot_keep_programs_is_told_in_one_line(monkeypatch, cap
     said = capsys.readouterr().err.splitlines()[0]
     assert said.startswith(f"jkv: compiled programs cannot be kept in {file} (File exists); set JKV_CACHE")
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
+def test_devices_of_a_cpu_have_threads_beside_those_that_wait(monkeypatch):
+    """XLA has $NPROC threads; with eight, eight devices of SmolLM2 wait for each other forever."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.delenv("NPROC", raising=False)
+    main(["tokenize", "--model", "none", "--text", "x"])
+    assert int(os.environ.pop("NPROC")) > 8
+    monkeypatch.setenv("NPROC", "9")
+    main(["tokenize", "--model", "none", "--text", "x"])
+    assert os.environ["NPROC"] == "9"
