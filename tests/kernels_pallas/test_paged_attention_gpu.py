@@ -125,6 +125,16 @@ LONG = Shape(2, 1, 80, page_size=64, time=1, totals=(450,))
 LONG_TILING = Tiling(split_tokens=512, is_interpreted=True)
 
 
+def with_fault(fault: Fault) -> ModuleType:
+    """Return a module again, with a fault in its source."""
+    where, found, replacement = fault
+    source = inspect.getsource(where)
+    assert source.count(found) == 1
+    faulty = ModuleType("faulty")
+    exec(source.replace(found, replacement), faulty.__dict__)
+    return faulty
+
+
 def make_long_call(kernel: ModuleType):
     """Return a call of a kernel's module for `LONG` and its arguments."""
     arguments, num_pages = make_arguments(LONG, jnp.bfloat16)
@@ -156,11 +166,7 @@ def test_blocks_of_a_split_follow_one_another_through_its_stages():
     ids=["weights not rescaled", "values not rescaled", "the last channels' values", "a block twice"],
 )
 def test_a_fault_among_the_blocks_of_a_split_is_found(found: str, replacement: str):
-    source = inspect.getsource(pallas_gpu)
-    assert source.count(found) == 1
-    faulty = ModuleType("faulty")
-    exec(source.replace(found, replacement), faulty.__dict__)
-    call, arguments, num_pages = make_long_call(faulty)
+    call, arguments, num_pages = make_long_call(with_fault((pallas_gpu, found, replacement)))
     out, _ = interpret(call, arguments)
     expected, _ = run_reference(LONG, arguments, num_pages)
     with pytest.raises(AssertionError, match="relative error"):
@@ -178,12 +184,7 @@ def test_a_prefill_sees_no_page_that_it_writes_over_itself(fault: str | None):
     """More new tokens than the table has slots: the first of them see nothing."""
     shape = Shape(2, 1, 64, page_size=16, time=40, totals=(100, 20))
     arguments, num_pages = make_arguments(shape, jnp.bfloat16, width=2)
-    kernel = pallas_gpu
-    if fault is not None:
-        source = inspect.getsource(pallas_gpu)
-        assert source.count(fault) == 1
-        kernel = ModuleType("faulty")
-        exec(source.replace(fault, "held=None"), kernel.__dict__)
+    kernel = pallas_gpu if fault is None else with_fault((pallas_gpu, fault, "held=None"))
     options = make_options(shape) | {"num_pages": num_pages, "tiling": TILING}
     out, _ = interpret(jax.jit(functools.partial(kernel.paged_attention, **options)), arguments)
     exact, _ = run_reference(shape, make_arguments(shape, width=2)[0], num_pages)
@@ -208,12 +209,8 @@ def test_stripes_of_pages_merged_are_the_whole(fault: str | None, monkeypatch):
     shape = Shape(8, 1, 64, page_size=32, time=3, totals=(3, 0, 301), has_sinks=True)
     arguments, num_pages = make_arguments(shape, jnp.bfloat16, width=8)
     if fault is not None:
-        where, found, replacement = STRIPE_FAULTS[fault]
-        source = inspect.getsource(where)
-        assert source.count(found) == 1
-        faulty = ModuleType("faulty")
-        exec(source.replace(found, replacement), faulty.__dict__)
-        if where is blocks:
+        faulty = with_fault(STRIPE_FAULTS[fault])
+        if STRIPE_FAULTS[fault][0] is blocks:
             monkeypatch.setattr(blocks.Walk, "position", faulty.Walk.position)
         else:
             plan = lambda *positional, **named: splitting.Splits(*faulty.plan(*positional, **named))  # noqa: E731
@@ -335,11 +332,7 @@ RUN_FAULTS: dict[str, Fault] = {
 @pytest.mark.gate
 @pytest.mark.parametrize("fault", RUN_FAULTS)
 def test_a_fault_among_the_runs_is_found(fault: str, monkeypatch):
-    where, found, replacement = RUN_FAULTS[fault]
-    source = inspect.getsource(where)
-    assert source.count(found) == 1
-    faulty = ModuleType("faulty")
-    exec(source.replace(found, replacement), faulty.__dict__)
+    where, faulty = RUN_FAULTS[fault][0], with_fault(RUN_FAULTS[fault])
     if where is stages:
         monkeypatch.setattr(pallas_gpu, "convert_runs", faulty.convert_runs)
     shape = Shape(8, 1, 64, page_size=64, time=2, totals=(0, 3, 100))
