@@ -169,8 +169,7 @@ class Deployment:
             return 0, 0
         tokens = max(self.step_tokens, rows)
         item = tokens * ITEM_BYTES[self.dtype]
-        # Decode steps and prompts do not run at once. A GPU's kernel holds of prompts what plain JAX does in
-        # heads of 256 (by the compiler for H200s, 512 tokens), and two thirds of it in heads of 128.
+        # Decode steps and prompts do not run at once; prompts are counted as plain JAX attends to them.
         workspace = max(partial, self._workspace_bytes(self.sizes, spec, tokens, rows))
         attending = (item * attention_width(self.sizes, self.mesh), workspace)
         return max(attending, (item * mlp_width(self.sizes, self.mesh), 0), key=sum)
