@@ -26,7 +26,6 @@ from safetensors.numpy import save_file
 from jkv.decode.generate import Decoding, begin
 from jkv.decode.loop import decode
 from jkv.layers.dense import dense
-from jkv.layers.quantized import WeightCodec
 from jkv.models.decoder import cache_spec
 from jkv.models.load import LanguageModel, load_model
 from jkv.models.weights.locate import resolve_model
@@ -34,7 +33,12 @@ from jkv.models.weights.model import open_model
 from jkv.models.weights.rules import tensor_rules
 
 PROMPT, NEW = 64, 64
-CODECS: dict[str, WeightCodec | None] = {"float32": None, "int8": "int8", "int4": "int4"}
+MODELS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16", "param_dtype": "bfloat16"},
+    "int8": {"weight_codec": "int8"},
+    "int4": {"weight_codec": "int4"},
+}
 
 
 def main() -> None:
@@ -47,13 +51,14 @@ def main() -> None:
     )
     parser.add_argument("--batch", default="1,16")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--weights", default="float32,int8,int4", help="of jkv; int8 and int4 at batch 1 only"
-    )
+    parser.add_argument("--models", default=",".join(MODELS), help="of jkv; int8 and int4 at batch 1 only")
     arguments = parser.parse_args()
     batches = [int(size) for size in arguments.batch.split(",")]
-    base = load_as("float32")
-    ours = {name: base if name == "float32" else load_as(name) for name in arguments.weights.split(",")}
+    base = load_model("smollm2-135m")
+    ours = {
+        name: load_model("smollm2-135m", **MODELS[name]) if MODELS[name] else base
+        for name in arguments.models.split(",")
+    }
     with tempfile.TemporaryDirectory() as folder:
         export(Path(folder))
         peers = {
@@ -65,9 +70,9 @@ def main() -> None:
             peers["llama.cpp Q4_1"] = Peer(arguments.llama_python, _LLAMA, file)
         for batch in batches:
             systems = {
-                f"jkv {name}": JkvRunner(model, batch)
+                f"jkv {name}": JkvRunner(model, batch, "bf16" if name == "bfloat16" else "f32")
                 for name, model in ours.items()
-                if batch == 1 or name == "float32"
+                if batch == 1 or name in ("float32", "bfloat16")
             }
             systems |= {
                 name: PeerRunner(peer, batch)
@@ -77,10 +82,6 @@ def main() -> None:
             times = compare(systems, arguments.repeats)
             report(batch, times, limits(batch, base))
             report_products(batch, times, base, arguments.hf_python)
-
-
-def load_as(weights: str) -> LanguageModel:
-    return load_model("smollm2-135m", weight_codec=CODECS[weights])
 
 
 def export(folder: Path) -> None:
@@ -122,8 +123,8 @@ def prompts(batch: int) -> list[list[int]]:
 class JkvRunner:
     """One timed generation of jkv."""
 
-    def __init__(self, model: LanguageModel, batch: int):
-        spec = cache_spec(model.config, page_size=64, codec="f32")
+    def __init__(self, model: LanguageModel, batch: int, codec: str):
+        spec = cache_spec(model.config, page_size=64, codec=codec)
         self.decoding = Decoding(model.step, model.weights, spec, model.config.vocab_size)
         self.batch = batch
 

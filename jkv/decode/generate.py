@@ -3,6 +3,7 @@
 Knows no text: `jkv.decode.text` turns tokens into it.
 """
 
+import functools
 import reprlib
 import time
 from collections import Counter
@@ -79,7 +80,7 @@ class Decoding:
         for width in self.buckets:
             require_whole("a width in buckets", width, at_least=1, unit=" token")
 
-    @property
+    @functools.cached_property
     def device(self) -> Any:
         """The one device that the weights are tied to; None where they are free, or on a mesh."""
         tied = {
@@ -316,14 +317,14 @@ def open_batch(
     top = (*history, sampler.most_logprobs)
     of_rows = {
         "sampler": sampler,
-        "token": jnp.zeros(rows, jnp.int32),
-        "num_new": jnp.zeros(rows, jnp.int32),
-        "finish": jnp.full(rows, WAITING, jnp.int32),
-        "limits": jnp.full(rows, max_new_tokens, jnp.int32),
-        "new_tokens": jnp.zeros(history, jnp.int32),
-        "logprobs": jnp.zeros(history, jnp.float32),
-        "top_tokens": jnp.zeros(top, jnp.int32),
-        "top_logprobs": jnp.zeros(top, jnp.float32),
+        "token": np.zeros(rows, np.int32),
+        "num_new": np.zeros(rows, np.int32),
+        "finish": np.full(rows, WAITING, np.int32),
+        "limits": np.full(rows, max_new_tokens, np.int32),
+        "new_tokens": np.zeros(history, np.int32),
+        "logprobs": np.zeros(history, np.float32),
+        "top_tokens": np.zeros(top, np.int32),
+        "top_logprobs": np.zeros(top, np.float32),
     }
     return RunningBatch(
         decoding.step,

@@ -54,7 +54,7 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "seq time features"]) -> Float[Array, "seq time out"]:
         """Project the last axis."""
         placement = output_placement(self.sharding, "seq", None, self.axes[1])
-        y = dense(x.astype(self.dtype), self.weight[...].astype(self.dtype), placement)
+        y = dense(x.astype(self.dtype), self.weight[...], placement, is_split=self.sharding is not None)
         if self.bias is not None:
             y = y + self.bias[...].astype(self.dtype)[None, None]
         return y
@@ -87,7 +87,8 @@ class Embedding(nnx.Module):
     def attend(self, x: Float[Array, "seq time embed"]) -> Float[Array, "seq time vocab"]:
         """Return float32 logits of `x` against every token's vector."""
         placement = output_placement(self.sharding, "seq", None, "vocab")
-        return dense(x.astype(self.dtype), self.embedding[...].astype(self.dtype), placement, jnp.float32)
+        x = x.astype(self.dtype)
+        return dense(x, self.embedding[...], placement, jnp.float32, is_split=self.sharding is not None)
 
 
 class RMSNorm(nnx.Module):

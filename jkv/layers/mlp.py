@@ -116,7 +116,7 @@ class GatedMLP(nnx.Module):
         """
 
         def project(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-            y = dense(x, weight.astype(self.dtype))
+            y = dense(x, weight)
             return y if bias is None else y + bias.astype(self.dtype)[None, None]
 
         gate, up, (down, bias) = arrays

@@ -4,7 +4,6 @@ The packings are chosen so that XLA's CPU backend compiles unpack, multiply and 
 lanes (docs/performance.md); other backends compute the same values from the same arrays.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -15,14 +14,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jkv.layers.dense import dense
+from jkv.layers.dense import add_up, dense, inner_axis, split_row
 from jkv.layers.linear import Embedding, Linear
 from jkv.layers.moe import Experts
 
 WeightCodec = Literal["int8", "int4"]
 
-# XLA's CPU backend turns a sum over a longer axis into a form that it cannot fuse.
-_LONGEST_SUM = 32
 _GROUP = 32
 # What the inputs of a weight are a multiple of: words of four bytes by eight lanes, two groups.
 _MULTIPLES = {"int8": 32, "int4": 64}
@@ -59,7 +56,7 @@ class Int8Weight(nnx.Module):
         )
         if x.shape[:2] != (1, 1):
             return dense(x, jax.lax.optimization_barrier(_bytes(words))) * scale[None, None]
-        outer, inner, lanes = _int8_split(words.shape[1])
+        outer, inner, lanes = split_row(words.shape[1])
         words = words.reshape(-1, outer, inner, lanes)
         inputs = x.reshape(4, outer, inner, lanes)
         terms = [
@@ -67,7 +64,7 @@ class Int8Weight(nnx.Module):
             for c in range(inner)
             for byte in range(4)
         ]
-        return (_sum(terms).sum((1, 2)) * scale)[None, None]
+        return (add_up(terms).sum((1, 2)) * scale)[None, None]
 
 
 class Int4Weight(nnx.Module):
@@ -104,7 +101,7 @@ class Int4Weight(nnx.Module):
             levels = levels.reshape(num_outputs, 2 * num_blocks, _GROUP)
             weight = levels * scale[..., None] + minimum[..., None]
             return dense(x, jax.lax.optimization_barrier(weight.reshape(num_outputs, -1)))
-        inner = _inner(num_blocks)
+        inner = inner_axis(num_blocks)
         outer = num_blocks // inner
         words = words.reshape(num_outputs, outer, inner, 8)
         scale = scale.reshape(num_outputs, outer, inner, 2, 1)
@@ -119,9 +116,9 @@ class Int4Weight(nnx.Module):
                     * inputs[:, :, c, half, n]
                     for n in range(4)
                 ]
-                terms.append(_sum(levels) * scale[:, :, c, half])
+                terms.append(add_up(levels) * scale[:, :, c, half])
                 terms.append(totals[:, :, c, half] * minimum[:, :, c, half])
-        return _sum(terms).sum((1, 2))[None, None]
+        return add_up(terms).sum((1, 2))[None, None]
 
 
 class QuantizedLinear(nnx.Module):
@@ -230,25 +227,8 @@ def _bytes(words: Int[Array, "*rows words"]) -> Float[Array, "*rows in"]:
     return levels.reshape(*words.shape[:-1], -1)
 
 
-def _sum(terms: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, terms)
-
-
 def _check_inputs(weight: np.ndarray, codec: WeightCodec) -> None:
     if weight.shape[1] % _MULTIPLES[codec]:
         raise ValueError(
             f"{codec} weights need inputs in multiples of {_MULTIPLES[codec]}, got a weight {weight.shape}"
         )
-
-
-def _int8_split(num_words: int) -> tuple[int, int, int]:
-    """Cut a row's words into (outer, inner, lanes): `inner` is written out, the others are a loop."""
-    lanes = max(size for size in (8, 16, 24, 32) if num_words % size == 0)
-    inner = _inner(num_words // lanes)
-    return num_words // lanes // inner, inner, lanes
-
-
-def _inner(size: int) -> int:
-    """Return the least divisor, 3 or more if any, that leaves an outer axis short enough to fuse."""
-    divisors = [d for d in range(1, size + 1) if size % d == 0 and size // d <= _LONGEST_SUM]
-    return next((d for d in divisors if d >= 3), divisors[-1])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jkv.decode.platform import COMPILER_OPTIONS
 from jkv.layers.dense import dense
 
 from ..compare import assert_close
@@ -22,3 +23,26 @@ def test_a_product_of_bfloat16_can_stay_float32():
     x, weight = jnp.ones((1, 2, 8), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
     assert dense(x, weight, dtype=jnp.float32).dtype == jnp.float32
     assert dense(x, weight).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("width", [4, 8, 72, 576, 1536, 11008])
+def test_one_row_of_a_narrow_weight_is_summed_in_float32(width: int):
+    x = jax.random.normal(jax.random.key(0), (1, 1, width)).astype(jnp.bfloat16)
+    weight = jax.random.normal(jax.random.key(1), (40, width)).astype(jnp.bfloat16)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    assert_close(jax.jit(lambda x, w: dense(x, w, dtype=jnp.float32))(x, weight), expected)
+    # Activations keep their precision where the weight alone is narrow.
+    wide = jax.random.normal(jax.random.key(2), (1, 1, width))
+    expected = np.asarray(wide, np.float64) @ np.asarray(weight, np.float64).T
+    assert_close(jax.jit(dense)(wide, weight), expected)
+
+
+def test_a_loop_of_one_row_never_holds_a_wide_copy_of_a_narrow_weight():
+    weight = jnp.ones((1024, 1024), jnp.bfloat16)
+
+    def loop(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 4, lambda _, x: dense(x, weight) / 1024, x)
+
+    lowered = jax.jit(loop).lower(jnp.ones((1, 1, 1024)), weight)
+    memory = lowered.compile(compiler_options=COMPILER_OPTIONS["cpu"]).memory_analysis()
+    assert memory.temp_size_in_bytes < weight.nbytes / 10
