@@ -67,6 +67,7 @@ _FIXED: dict[str, Any] = {
 # Keys about training, storage and the library that wrote the file.
 _HARMLESS = frozenset(
     {
+        "_attn_implementation",
         "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",
@@ -83,6 +84,7 @@ _HARMLESS = frozenset(
         "initializer_range",
         "is_llama_config",
         "label2id",
+        "max_sequence_length",
         "model_type",
         "output_attentions",
         "output_hidden_states",
@@ -262,9 +264,20 @@ def _family(config: Mapping[str, Any]) -> tuple[str, Family]:
     architectures, model_type = config.get("architectures"), config.get("model_type")
     for name, family in FAMILIES.items():
         if architectures == [family.architecture] or (not architectures and model_type == family.model_type):
+            _check_model_type(family, model_type)
             return name, family
     known = [*(family.architecture for family in FAMILIES.values()), *_SEEING]
     raise ValueError(f"config.json must name one of {known}, got {architectures or model_type}")
+
+
+def _check_model_type(family: Family, model_type: Any) -> None:
+    """Refuse the type of another family; one that jkv does not know is that of a copy, and says nothing."""
+    known = [other.model_type for other in FAMILIES.values()]
+    if model_type in known and model_type != family.model_type:
+        raise ValueError(
+            f"config.json's model_type must be {family.model_type!r}, that of a {family.architecture}, "
+            f"got {model_type!r}"
+        )
 
 
 def _check_keys(given: Mapping[str, Any], family: Family) -> None:

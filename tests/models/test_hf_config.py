@@ -144,6 +144,10 @@ def test_the_model_type_serves_where_no_architecture_is_named():
     assert config_from_hf(config).family == "llama"
 
 
+def test_a_type_that_is_no_familys_leaves_the_architecture_to_say():
+    assert config_from_hf(make_hf(model_type="another")) == config_from_hf(make_hf())
+
+
 def test_several_end_tokens_are_kept_in_order():
     assert config_from_hf(make_hf(eos_token_id=[9, 7])).eos_token_ids == (9, 7)
 
@@ -248,6 +252,7 @@ def test_a_phi_4_mini_rotates_three_quarters_of_its_heads_by_longrope():
         ("Phi3", {"partial_rotary_factor": 1.5}, "above 0 and at most 1, got 1.5"),
         ("Phi3", {"partial_rotary_factor": 0.1}, "even number from 2 to the head's 8, got 0"),
         ("Phi3", {"partial_rotary_factor": 0.4}, "even number from 2 to the head's 8, got 3"),
+        ("Phi3", {"full_attn_mod": 2}, "full_attn_mod must be 1, got 2"),
         ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention must be False"),
         ("Gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
         ("Gemma3", {"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above 0"),
@@ -281,9 +286,15 @@ def test_what_a_family_does_not_compute_is_refused_by_its_key(family: str, chang
             {"architectures": ["GemmaForCausalLM"]},
             r"one of .*'LlamaForCausalLM'.* got \['GemmaForCausalLM'\]",
         ),
+        ({"model_type": "mistral"}, "model_type must be 'llama', that of a LlamaForCausalLM, got 'mistral'"),
         ({"rms_norm_eps": None, "vocab_size": None}, r"lacks \['rms_norm_eps', 'vocab_size'\]"),
         (
-            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}, "audio_config": {}},
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "model_type": "gemma3",
+                "text_config": {},
+                "audio_config": {},
+            },
             r"does not compute: \['audio_config'\]",
         ),
         ({"text_config": {}}, r"does not compute: \['text_config'\]"),
