@@ -64,13 +64,16 @@ def inspect(name_or_path: str | Path) -> dict[str, dict[str, Any]]:
     """Return what a model's files say, by title: file, architecture, sizes, tokenizer.
 
     Raises:
-        ValueError: as `open_model`, or the tokenizer is damaged.
+        ValueError: as `open_model`, the files hold other tensors than their configuration says, or the
+            tokenizer is damaged.
     """
     stored = open_model(name_or_path)
+    targets = parameter_targets(abstract_decoder(stored.config))
+    stored.check(targets)
     return {
         "file": _file(stored),
         "architecture": _architecture(stored.config),
-        "sizes": _sizes(stored.config),
+        "sizes": _sizes(stored.config, sum(prod(target.shape) for target in targets.values())),
         "tokenizer": _tokenizer(stored.location),
     }
 
@@ -129,9 +132,7 @@ def _switches(config: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def _sizes(config: ModelConfig) -> dict[str, Any]:
-    targets = parameter_targets(abstract_decoder(config)).values()
-    count = sum(prod(target.shape) for target in targets)
+def _sizes(config: ModelConfig, count: int) -> dict[str, Any]:
     groups = describe_groups(config, cache_spec(config, page_size=1), max_chunk=1)
     return {
         "parameters": count,

@@ -1,4 +1,12 @@
+import json
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
 from jkv.cli.inspect import inspect
+from jkv.models.weights.checkpoint import save_checkpoint
+from jkv.models.weights.model import open_model
 
 
 def test_sizes_are_the_file_s(tiny):
@@ -84,6 +92,28 @@ def test_a_name_of_sizes_alone_is_told_from_a_model(refusal):
     assert said.endswith("of which configs/models has the sizes alone; give its folder, or ask jkv plan")
     said = refusal("score", "--model", "llama-3.1-8b", "--text", "x")
     assert said.endswith("has the sizes alone; give its folder, which holds weights")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 4}, "the checkpoint lacks tensors: ['model.layers.3."),
+        ({"num_hidden_layers": 2}, "has tensors that the model does not use: ['model.layers.2."),
+        ({"intermediate_size": 80}, "have the shape that the configuration gives, got ['model.layers.0.mlp"),
+    ],
+)
+def test_sizes_that_the_tensors_do_not_have_are_refused(refusal, tiny, tmp_path, changes, message):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    assert message in refusal("inspect", folder)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(refusal, tiny, tmp_path):
+    saved = tmp_path / "saved"
+    save_checkpoint(saved, open_model(tiny).config, {"another": jnp.ones(2)})
+    assert "must hold the model's parameters, got others or none for" in refusal("inspect", saved)
 
 
 def test_a_folder_that_is_no_model_is_refused(refusal, tmp_path):

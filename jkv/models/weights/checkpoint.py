@@ -172,6 +172,16 @@ def restore_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) 
         targets: shape, dtype and sharding of each parameter, by its dotted path; as for `load_parameters`.
 
     Raises:
+        ValueError: as `match_checkpoint`.
+    """
+    match_checkpoint(path, targets)
+    return _orbax().load(_folder(path), {name: placed(target) for name, target in targets.items()})
+
+
+def match_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Refuse a checkpoint of other parameters than `targets`; none is read.
+
+    Raises:
         ValueError: the folder is no checkpoint, or its parameters are not those of `targets`.
     """
     stored = checkpoint_shapes(path)
@@ -185,7 +195,6 @@ def restore_checkpoint(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) 
     ]
     if unfit:
         raise ValueError(f"{path} must hold parameters of the model's shapes and kinds, got {unfit}")
-    return _orbax().load(_folder(path), {name: placed(target) for name, target in targets.items()})
 
 
 def checkpoint_fingerprint(path: Path) -> str:

@@ -36,19 +36,37 @@ def load_parameters(
         ValueError: a tensor is missing, unknown, of another shape or kind, or not finite; or a place of a
             parameter is filled twice or not at all. The message lists the names.
     """
-    rules = [rule for rule in rules if not rule.is_copy or rule.source in source.tensors]
+    rules = _present(source, rules)
+    pieces = match_tensors(source, rules, targets)
+    _check_copies(source, rules)
+    parameters = {name: _load(source, pieces[name], target) for name, target in targets.items()}
+    check_finite(parameters)
+    return parameters
+
+
+def match_tensors(
+    source: TensorSource, rules: Iterable[TensorRule], targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, list[TensorRule]]:
+    """Return the rules that fill each target, by its dotted path; headers alone are read.
+
+    Raises:
+        ValueError: as `load_parameters`, but for what the values of tensors show.
+    """
+    rules = _present(source, rules)
     _check_names(source, rules, targets)
     _check_tensors(source, rules, targets)
-    _check_copies(source, rules)
     pieces: dict[str, list[TensorRule]] = {name: [] for name in targets}
     for rule in rules:
         if not rule.is_copy:
             pieces[rule.target].append(rule)
     for name, target in targets.items():
         _check_cover(name, target.shape, pieces[name])
-    parameters = {name: _load(source, pieces[name], target) for name, target in targets.items()}
-    check_finite(parameters)
-    return parameters
+    return pieces
+
+
+def _present(source: TensorSource, rules: Iterable[TensorRule]) -> list[TensorRule]:
+    """Return the rules without copies that the checkpoint does not have."""
+    return [rule for rule in rules if not rule.is_copy or rule.source in source.tensors]
 
 
 def check_finite(parameters: Mapping[str, jax.Array]) -> None:

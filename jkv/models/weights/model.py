@@ -17,16 +17,17 @@ from jkv.models.hf_config import config_from_hf
 from jkv.models.model_config import ModelConfig, with_kv_copies
 from jkv.models.weights.checkpoint import (
     checkpoint_fingerprint,
+    match_checkpoint,
     read_checkpoint_config,
     restore_checkpoint,
 )
 from jkv.models.weights.fp8 import Fp8Source
 from jkv.models.weights.gguf import GgufSource
 from jkv.models.weights.leading import LeadingLayers
-from jkv.models.weights.load import check_finite, load_parameters
+from jkv.models.weights.load import check_finite, load_parameters, match_tensors
 from jkv.models.weights.locate import ModelLocation, resolve_model
 from jkv.models.weights.mxfp4 import Mxfp4Source
-from jkv.models.weights.rules import tensor_rules
+from jkv.models.weights.rules import TensorRule, tensor_rules
 from jkv.models.weights.safetensors import open_safetensors
 from jkv.models.weights.source import TensorSource, fingerprint
 from jkv.models.weights.text import TextTensors
@@ -55,12 +56,29 @@ class StoredModel:
         Raises:
             ValueError: the files do not hold these parameters, each whole and finite.
         """
-        if self.location.format != "checkpoint" and self.source is not None:
-            rules = tensor_rules(self.config, self.location.format, self.source.tensors)
-            return load_parameters(self.source, rules, targets)
+        if self.source is not None:
+            return load_parameters(self.source, self._rules(self.source), targets)
         parameters = restore_checkpoint(self.location.path, targets)
         check_finite(parameters)
         return parameters
+
+    def check(self, targets: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        """Refuse files whose headers do not have these parameters; no value is read.
+
+        Args:
+            targets: shape and dtype of each parameter, by its dotted path.
+
+        Raises:
+            ValueError: as `load`.
+        """
+        if self.source is not None:
+            match_tensors(self.source, self._rules(self.source), targets)
+        else:
+            match_checkpoint(self.location.path, targets)
+
+    def _rules(self, source: TensorSource) -> tuple[TensorRule, ...]:
+        assert self.location.format != "checkpoint"
+        return tensor_rules(self.config, self.location.format, source.tensors)
 
     def fingerprint(self) -> str:
         """Return 32 hexadecimal digits that name the weights."""
