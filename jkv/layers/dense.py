@@ -38,25 +38,20 @@ def dense(
     num_rows, width = x.shape[0] * x.shape[1], x.shape[2]
 
     def rows_left(x: jax.Array, weight: jax.Array) -> jax.Array:
+        x, weight = tied(x, weight)
         return jax.lax.dot_general(
-            x,
-            weight.astype(x.dtype),
-            (((2,), (1,)), ((), ())),
-            preferred_element_type=dtype,
-            out_sharding=out_sharding,
+            x, weight, (((2,), (1,)), ((), ())), preferred_element_type=dtype, out_sharding=out_sharding
         )
 
     def weight_left(x: jax.Array, weight: jax.Array) -> jax.Array:
+        x, weight = tied(x, weight)
         rows = x.reshape(-1, width)
-        out = jax.lax.dot_general(
-            weight.astype(x.dtype), rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype
-        )
+        out = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
         # Without the barrier XLA turns the transposed product back into the slow one.
         out = jax.lax.optimization_barrier(out).T
         return out.reshape(*x.shape[:2], weight.shape[0])
 
     def narrow_row(x: jax.Array, weight: jax.Array) -> jax.Array:
-        # Tied to the input: XLA would otherwise widen the whole weight once, ahead of a decode loop.
         inputs, weight = jax.lax.optimization_barrier((x.astype(jnp.float32), weight))
         outer, inner, lanes = split_row(width)
         rows = weight.reshape(-1, outer, inner, lanes)
@@ -69,6 +64,16 @@ def dense(
     if out_sharding is None and num_rows in CPU_WEIGHT_LEFT_ROWS:
         return jax.lax.platform_dependent(x, weight, cpu=weight_left, default=rows_left)
     return rows_left(x, weight)
+
+
+def tied(x: Array, weight: Array) -> tuple[Array, Array]:
+    """Return the two with the weight in the dtype of `x`, to which it is tied if that is wider.
+
+    XLA would otherwise widen all the weights of a model once, ahead of a decode loop, and hold them.
+    """
+    if weight.dtype.itemsize < x.dtype.itemsize:
+        x, weight = jax.lax.optimization_barrier((x, weight))
+    return x, weight.astype(x.dtype)
 
 
 def split_row(size: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from jkv import ops
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
 from jkv.layers.attention import step_rotation
+from jkv.layers.dense import tied
 from jkv.layers.linear import Linear, RMSNorm, output_placement
 from jkv.layers.rope import RopeConfig, Rotation, rotate, softmax_correction
 from jkv.sharding import Sharding
@@ -176,7 +177,9 @@ class LatentAttention(nnx.Module):
             cos, sin = step_rotation(self.rope, time, cache, batch) if rotation is None else rotation
             rope_query = rotate(rope_query, cos, sin)
             rope = rotate(rope[:, :, None], cos, sin)[:, :, 0]
-        up = ops.UpProjections(*(weight[...].astype(self.dtype) for weight in (self.key_up, self.value_up)))
+        query, key_up = tied(query, self.key_up[...])
+        query, value_up = tied(query, self.value_up[...])
+        up = ops.UpProjections(key_up, value_up)
         if cache is None:
             out = self._attend_alone(query, rope_query, latent, rope, up)
         else:
