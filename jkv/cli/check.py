@@ -4,7 +4,7 @@ Knows sizes and names; reads headers of weights, and asks JAX for the platform a
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -24,6 +24,7 @@ from jkv.config import (
     config_yaml,
     load_config,
 )
+from jkv.config.compose import section_names
 from jkv.decode.configured import configured_model, configured_scales, configured_spec
 from jkv.models.model_config import ModelConfig, with_kv_copies
 from jkv.models.sizes import config_of
@@ -53,7 +54,7 @@ def run(argv: Sequence[str]) -> None:
     if not is_hub_id(config.model.path):
         configured_scales(config)
     if arguments.devices is not None:
-        simulate_devices(config.mesh, arguments.devices)
+        simulate_devices(config, arguments.devices, model)
         if model is None:
             raise ValueError(
                 f"--devices needs a model on this machine or its sizes, got {config.model.path} of the hub; "
@@ -65,20 +66,41 @@ def run(argv: Sequence[str]) -> None:
     print(shown, end="")
 
 
-def simulate_devices(mesh: MeshSection, num_devices: int) -> None:
+def simulate_devices(config: DecodeConfig, num_devices: int, model: ModelConfig | None) -> None:
     """Let JAX make as many devices of the CPU as the mesh has, unless it has started.
 
     Raises:
-        ValueError: the mesh has another number, or one.
+        ValueError: the mesh has another number, or one; names a mesh of that number that divides the model.
     """
+    mesh = config.mesh
     if num_devices != mesh.num_devices or num_devices == 1:
+        fitting = "" if model is None else next(_fitting_meshes(config, num_devices, model), "")
         raise ValueError(
             f"--devices must be those of a mesh of several, got {num_devices} for one of {mesh.num_devices}; "
-            "choose another --mesh, as cpu-2x4"
+            f"choose another mesh, as {fitting or '--mesh cpu-2x4'}"
         )
     # A backend that runs keeps its devices, and making the mesh says if they are too few.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def _fitting_meshes(config: DecodeConfig, num_devices: int, model: ModelConfig) -> Iterator[str]:
+    """Find flags of meshes of so many devices that divide the model and its batch."""
+    meshes = [
+        (f"--mesh {name}", load_config("smollm2-cpu", ["--mesh", name]).mesh)
+        for name in section_names("mesh")
+    ]
+    single = load_config("smollm2-cpu").mesh
+    for ways in range(num_devices, 0, -1):
+        axes = (("data", num_devices // ways), ("model", ways))
+        flags = f"--mesh single --mesh.axes data {num_devices // ways} model {ways}"
+        meshes.append((flags, replace(single, axes=axes)))
+    for flags, mesh in meshes:
+        if mesh.num_devices == num_devices > 1 and mesh.kv_copies == config.mesh.kv_copies:
+            with contextlib.suppress(ValueError):
+                rows = config.engine.max_sequences
+                check_divides(weight_sizes(model), mesh, name="", num_sequences=rows)
+                yield flags
 
 
 def stored_config(config: DecodeConfig) -> ModelConfig | None:

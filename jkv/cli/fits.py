@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from jkv.config import ConfigError, DecodeConfig, MeshSection, Place, Problem, SizesSection
+from jkv.config.mesh import EQUAL_RULES
 from jkv.decode.batch import read_prompts
 from jkv.decode.configured import configured_plan
 from jkv.decode.pages import CachePlan
@@ -100,13 +101,18 @@ def check_divides(
         "expert": (experts.num_experts if experts else 0, "experts"),
         "vocab": (sizes.vocab_size, "token ids"),
     }
-    hints = {"kv_head": _copies_hint(sizes, mesh), "seq": f", a multiple of {mesh.shards('seq')} sequences"}
+    hints = {
+        "kv_head": _copies_hint(sizes, mesh),
+        "seq": f"give a multiple of {mesh.shards('seq')} sequences",
+    }
     problems = [
         Problem(
             Place(name),
             f"mesh.rules.{axis}",
             f"must split {what} evenly, got {size} over {mesh.shards(axis)} devices; "
-            f"choose {would_divide(size, mesh.shards(axis))}{hints.get(axis, '')}, or drop the rule",
+            + _either(
+                f"choose {would_divide(size, mesh.shards(axis))}", hints.get(axis, ""), _drop_hint(axis, mesh)
+            ),
         )
         for axis, (size, what) in counted.items()
         if size % mesh.shards(axis)
@@ -145,7 +151,21 @@ def _copies_hint(sizes: SizesSection, mesh: MeshSection) -> str:
     """Say how many copies more devices than KV heads may have, where the model can be copied so."""
     needed, group = _needed_copies(sizes, mesh), sizes.num_heads * mesh.kv_copies // sizes.num_kv_heads
     can_copy = sizes.latent is None and not sizes.is_qk_norm_wide and group % needed == 0
-    return f", set mesh.kv_copies to {needed}" if can_copy else ""
+    return f"set mesh.kv_copies to {needed}" if can_copy else ""
+
+
+def _drop_hint(axis: str, mesh: MeshSection) -> str:
+    """Say which rules may be dropped with that of the axis, where its mesh axis splits something else too."""
+    dropped = next((pair for pair in EQUAL_RULES if axis in pair), (axis,))
+    rules = asdict(mesh.rules)
+    if rules[axis] not in [to for rule, to in rules.items() if rule not in dropped]:
+        return ""
+    return "drop the rule" if len(dropped) == 1 else f"drop the rules of {' and '.join(dropped)}"
+
+
+def _either(*remedies: str) -> str:
+    *others, last = filter(None, remedies)
+    return f"{', '.join(others)}, or {last}" if others else last
 
 
 def _used_axes(mesh: MeshSection, *, has_experts: bool) -> set[str | None]:

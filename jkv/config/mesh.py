@@ -24,6 +24,9 @@ def _pairs(value: Any) -> Any:
 MeshSizes = Annotated[tuple[tuple[Text, Count], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
 MeshAxis = Text | None
 
+# Sequences own pages, and KV heads serve query heads.
+EQUAL_RULES = (("seq", "page"), ("q_head", "kv_head"))
+
 
 @dataclass(frozen=True)
 class MeshRules(Section):
@@ -138,8 +141,8 @@ def _strangers(rules: MeshRules, names: list[str]) -> Iterator[Conflict]:
 
 
 def _unequal(rules: MeshRules) -> Iterator[Conflict]:
-    """Find axes that must be split alike and are not: sequences own pages, KV heads serve query heads."""
-    for first, second in (("seq", "page"), ("q_head", "kv_head")):
+    """Find axes that must be split alike and are not."""
+    for first, second in EQUAL_RULES:
         wanted, got = getattr(rules, first) or "null", getattr(rules, second) or "null"
         if wanted != got:
             yield ("rules", second), f"must equal the rule of {first} ({wanted}), got {got}; set both alike"

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -151,9 +152,9 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused():
         check("smollm2-cpu", ["--mesh", "cpu-2x4"], model=make_model(num_heads=9, num_kv_heads=3))
     assert str(caught.value).splitlines() == [
         "smollm2-135m: mesh.rules.q_head: must split query heads evenly, got 9 over 4 devices; "
-        "choose 3 or 9, or drop the rule",
+        "choose 3 or 9, or drop the rules of q_head and kv_head",
         "smollm2-135m: mesh.rules.kv_head: must split key and value heads evenly, got 3 over 4 devices; "
-        "choose 3, or drop the rule",
+        "choose 3, or drop the rules of q_head and kv_head",
     ]
 
 
@@ -243,7 +244,33 @@ def test_arrays_are_placed_and_a_step_s_collectives_are_shown(run_jkv, tiny):
     assert f"  all-reduce of 2: 7 with {7 * 2 * 64 * 4:,} bytes" in shown
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [("cpu-4x2", "4"), ("single", "1")])
-def test_devices_that_are_not_the_mesh_s_are_refused(mesh: str, devices: str, refusal, tiny):
-    said = refusal("check", "smollm2-cpu", "--model.path", tiny, "--mesh", mesh, "--devices", devices)
+@pytest.mark.parametrize(
+    ("flags", "fitting"),
+    [
+        # Four query heads for two KV heads.
+        (("--mesh", "cpu-4x2", "--devices", "4"), "--mesh single --mesh.axes data 2 model 2"),
+        (("--devices", "8"), "--mesh cpu-4x2"),
+        (("--devices", "1"), "--mesh cpu-2x4"),
+        (("--devices", "7"), "--mesh cpu-2x4"),
+    ],
+)
+def test_devices_that_are_not_the_mesh_s_are_refused_with_a_mesh_that_has_them(
+    flags: tuple, fitting: str, refusal, run_jkv, tiny
+):
+    argv = ("check", "smollm2-cpu", "--model.path", tiny)
+    said = refusal(*argv, *flags)
     assert "--devices must be those of a mesh of several" in said
+    assert said.endswith(f"choose another mesh, as {fitting}")
+
+
+def test_the_mesh_that_is_offered_for_devices_shows_them(refusal, run_jkv, tiny):
+    argv = ("check", "smollm2-cpu", "--model.path", tiny, "--devices", "8")
+    (flags,) = re.findall("choose another mesh, as (.*)$", refusal(*argv))
+    assert "collectives of a decode step" in run_jkv(*argv, *flags.split())
+
+
+def test_what_is_offered_for_sequences_that_a_mesh_does_not_divide_works(refusal, run_jkv, tiny):
+    argv = ("check", "smollm2-cpu", "--model.path", tiny, "--mesh", "cpu-4x2", "--engine.max-sequences")
+    # The axis of sequences splits nothing else, so to drop its rules is no remedy.
+    assert refusal(*argv, "3").endswith("got 3 over 4 devices; choose 3, or give a multiple of 4 sequences")
+    run_jkv(*argv, "4")
