@@ -30,17 +30,22 @@ def compile_shown(job: Job, num_sequences: int | None, meshes: Meshes) -> dict[s
     """
     guess = job.most_sequences(lambda count: job.deployment.memory(count).total - job.resident(count))
     asked = num_sequences or guess or job.ways
-    check_fits(job, asked, 0, meshes)
+    # What is refused by its sizes alone is compiled as near as it fits, or what is offered might not fit.
+    compiled = min(asked, job.most_sequences(lambda _: 0))
+    if not compiled:
+        check_fits(job, asked, 0, meshes)
     with show_progress("compiling") as progress:
         try:
-            plan = compile_plan(job, asked, progress=progress)
+            plan = compile_plan(job, compiled, progress=progress)
         except ModuleNotFoundError as error:
+            check_fits(job, asked, 0, meshes)
             raise ValueError(str(error)) from error
         check_fits(job, asked, plan.beyond(asked), meshes)
         progress("compiling for the most sequences that fit")
         fits = {
             "sequences": confirmed_sequences(plan),
             "tokens": job.most_tokens(asked, plan.beyond(asked)),
+            "longest": job.model.max_length,
         }
     return {
         "target": job.deployment.mesh.target,
@@ -175,7 +180,8 @@ def describe_compiled(shown: dict[str, Any]) -> str:
     lines += [
         "",
         f"sequences of {shown['context']:,} tokens that fit: {fits['sequences']:,}",
-        f"tokens of {shown['num_sequences']:,} sequences that fit: {fits['tokens']:,}",
+        f"tokens of {shown['num_sequences']:,} sequences that fit: {fits['tokens']:,}"
+        + (", all that the model reads" if fits["tokens"] == fits["longest"] else ""),
         f"rates: {shown['machine']['source']}",
     ]
     return "\n".join(lines)

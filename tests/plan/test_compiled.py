@@ -1,5 +1,6 @@
 """Deployments compiled for machines that are not here: what they send, what they hold, and what fits."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,6 +71,28 @@ def test_what_fits_is_confirmed_by_a_compile(monkeypatch):
     assert printed.count("all-reduce of 8: 161 with 168,820,736 bytes, 0.739 ms") == 2
     assert printed.count("all-reduce of 8: 1 with 4 bytes") == 1
     assert f"sequences of 8,192 tokens that fit: {fits}" in printed
+    assert "all that the model reads" not in printed
+    shown["fits"]["longest"] = shown["fits"]["tokens"]
+    assert describe_compiled(shown | names | {"cache": cache}).count(", all that the model reads\n") == 1
+
+
+def test_a_refusal_offers_what_fits_beside_the_programs_too(monkeypatch):
+    job = make_job(Arguments(model="llama-3.1-70b", mesh="v6e-8", cache="paged-int8", context=8192))
+    hbm, compiled, beyond = job.machine.hbm_bytes, [], 10**9
+
+    def compile_fake(job: Job, num_sequences: int, **_: Any) -> CompiledPlan:
+        compiled.append(num_sequences)
+        costs = {phase: make_costs(job, num_sequences, beyond) for phase in PHASES}
+        return CompiledPlan(job, num_sequences, costs, dict.fromkeys(PHASES, "kernel"))
+
+    monkeypatch.setattr("jkv.cli.compiled.compile_plan", compile_fake)
+    with pytest.raises(ValueError, match="must hold it all in") as caught:
+        compile_shown(job, 95, lambda: ())
+    (nearest,) = compiled
+    assert job.resident(nearest) <= hbm < job.resident(nearest + 1)
+    (offered,) = re.findall(r"use --batch (\d+) ", str(caught.value))
+    assert int(offered) < nearest
+    assert job.resident(int(offered)) + beyond <= hbm
 
 
 def check(plan: CompiledPlan) -> None:
