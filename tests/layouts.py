@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jax.stages import Compiled
 
 from jkv import ops
 from jkv.cache import sequences
@@ -20,6 +21,8 @@ NUM_ROWS, NUM_HEADS, HEAD_DIM, PAGE_SIZE, WIDTH, CAPACITY = 16, 16, 16, 8, 12, 6
 WINDOW = 20
 # Width of a ragged step.
 NUM_TOKENS = 96
+# Token ids of greedy decoding, whose queries, keys and values are drawn.
+VOCAB = 64
 ROWS = np.arange(NUM_ROWS)
 # Programs that run once each: what is fast to compile is fast.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
@@ -32,6 +35,7 @@ class Form:
     num_kv_heads: int | None
     codec: str
     window: int | None = None
+    implementation: ops.Implementation = "auto"
 
     def group(self, copies: int) -> CacheGroup:
         if self.num_kv_heads is None:
@@ -45,6 +49,14 @@ class Form:
         if sharding is None or self.num_kv_heads is None:
             return 1
         return max(1, sharding.size("kv_head") // self.num_kv_heads)
+
+    def scales(self, copies: int) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return calibrated scales of keys and values where the codec is static, another for each head."""
+        if not self.codec.endswith("static"):
+            return None, None
+        heads = np.arange(2 * (self.num_kv_heads or 1), dtype=np.float32).reshape(2, -1)
+        scales = jnp.asarray(np.repeat(1 / 16 + heads / 256, copies, axis=1))
+        return scales, 2 * scales
 
 
 def make_sharding(rules: dict[str, tuple[str, int]], axis_type: AxisType) -> Sharding:
@@ -69,7 +81,9 @@ class Layout:
             num_stripes=self.num_stripes,
         )
         self.widths = [self.spec.table_width(CAPACITY, index) for index in range(len(forms))]
+        self.programs: dict[tuple[int, bool], Compiled] = {}
         sizes = {"num_sequences": NUM_ROWS, "capacity": CAPACITY, "sharding": sharding}
+        sizes["scales"] = [form.scales(form.copies(sharding)) for form in forms]
         if not is_paged:
             self.cache = poison(Cache.dense(self.spec, **sizes))
             return
@@ -95,24 +109,38 @@ class Layout:
             jnp.asarray(array) if self.sharding is None else jax.device_put(array, self.sharding.named(*axes))
         )
 
-    def step(self, lens: list[int], seed: int, *, is_ragged: bool = False) -> list[np.ndarray]:
-        """Add tokens to each row, and return what attention gives in each group."""
-        inputs = [self._inputs(form, lens, seed, is_ragged) for form in self.forms]
-        outs, self.cache = _step(
-            self.cache,
-            self.place(np.array(lens, np.int32)),
-            inputs,
-            forms=self.forms,
-            sharding=self.sharding,
-            is_ragged=is_ragged,
-        )
+    def step(
+        self, lens: list[int], seed: int, *, tokens: np.ndarray | None = None, is_ragged: bool = False
+    ) -> list[np.ndarray]:
+        """Add tokens to each row, and return what attention gives in each group.
+
+        Args:
+            lens: new tokens of each row.
+            seed: of their queries, keys and values.
+            tokens: id of the one new token `[group, row]`, to which these belong; None: all differ.
+            is_ragged: the tokens of all rows lie one after the other.
+        """
+        ids = [None] * len(self.forms) if tokens is None else tokens
+        inputs = [
+            self._inputs(form, lens, seed, is_ragged, own) for form, own in zip(self.forms, ids, strict=True)
+        ]
+        arguments = (self.cache, self.place(np.array(lens, np.int32)), inputs)
+        form = (inputs[0][0].shape[1], is_ragged)
+        if form not in self.programs:
+            options = {"forms": self.forms, "sharding": self.sharding, "is_ragged": is_ragged}
+            self.programs[form] = _step.lower(*arguments, **options).compile()
+        outs, self.cache = self.programs[form](*arguments)
         return [np.asarray(out) for out in outs]
 
-    def _inputs(self, form: Form, lens: list[int], seed: int, is_ragged: bool) -> list[jax.Array]:
+    def _inputs(
+        self, form: Form, lens: list[int], seed: int, is_ragged: bool, tokens: np.ndarray | None
+    ) -> list[jax.Array]:
         random, time = np.random.default_rng(seed), 1 if max(lens) == 1 else WIDTH
-        query = random.standard_normal((NUM_ROWS, time, NUM_HEADS, HEAD_DIM), np.float32)
-        heads = (2, NUM_ROWS, time, form.num_kv_heads or 1, HEAD_DIM)
-        key, value = random.standard_normal(heads, np.float32)
+        rows = NUM_ROWS if tokens is None else VOCAB
+        query = random.standard_normal((rows, time, NUM_HEADS, HEAD_DIM), np.float32)
+        key, value = random.standard_normal((2, rows, time, form.num_kv_heads or 1, HEAD_DIM), np.float32)
+        if tokens is not None:
+            query, key, value = (x[tokens] for x in (query, key, value))
         axes = ("seq", None, "q_head", None)
         others = axes
         if form.num_kv_heads is None:
@@ -122,6 +150,15 @@ class Layout:
         if is_ragged:
             query, key, value = (_packed(x, lens) for x in (query, key, value))
         return [self.place(query, *axes), self.place(key, *others), self.place(value, *others)]
+
+    def decode(self, count: int) -> np.ndarray:
+        """Decode greedily, by drawn weights on what attention gives; return `[step, group, row]`."""
+        weight = np.random.default_rng(0).standard_normal((NUM_HEADS * HEAD_DIM, VOCAB), np.float32)
+        chosen = [np.tile(ROWS, (len(self.forms), 1))]
+        for _ in range(count):
+            outs = self.step([1] * NUM_ROWS, 3, tokens=chosen[-1])
+            chosen.append(np.stack([(out.reshape(NUM_ROWS, -1) @ weight).argmax(-1) for out in outs]))
+        return np.stack(chosen[1:])
 
     def fork(self, rows: np.ndarray) -> None:
         """Continue other rows of the same shard."""
@@ -159,18 +196,23 @@ def _packed(rows: np.ndarray, lens: list[int]) -> np.ndarray:
 
 def run_history(
     forms: tuple[Form, ...], sharding: Sharding | None, *, is_paged: bool
-) -> tuple[Layout, list[list[np.ndarray]]]:
-    """Prefill in chunks, decode, fork, go on, truncate, decode; return what each step gave each group."""
+) -> tuple[Layout, list[list[np.ndarray]], np.ndarray]:
+    """Prefill in chunks, decode, fork, go on, truncate, decode.
+
+    Returns:
+        What was driven, what attention gave in each step and group, and greedy tokens `[step, group, row]`.
+    """
     layout = Layout(forms, sharding, is_paged=is_paged)
     prefills = ([12, 7, 12, 1, 0, 12, 5, 9], [12, 12, 3, 8, 12, 12, 12, 12], [11, 12, 12, 12, 12, 2, 12, 12])
     outs = [layout.step(2 * lens, seed) for seed, lens in enumerate(prefills)]
-    outs.append(layout.step([1] * NUM_ROWS, 3))
+    tokens = [layout.decode(3)]
     layout.fork(ROWS // 2 * 2)
     # More than is taken back: rows write to no page that they share.
     outs.append(layout.step(2 * [3, 4, 12, 5, 9, 12, 3, 7], 4))
     layout.truncate(3)
     outs.append(layout.step([1] * NUM_ROWS, 5))
-    return layout, outs
+    tokens.append(layout.decode(3))
+    return layout, outs, np.concatenate(tokens)
 
 
 @functools.partial(
@@ -193,6 +235,7 @@ def _step(
     outs = []
     for group, (form, (query, key, value)) in enumerate(zip(forms, inputs, strict=True)):
         place = {"where": (group, 1), "batch": batch, "window": form.window, "sharding": sharding}
+        place["implementation"] = form.implementation
         if form.num_kv_heads is None:
             out, cache, _ = ops.attend_latent(query, query, key, value, cache, **place, scale=HEAD_DIM**-0.5)
         else:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,14 @@ from jax.sharding import AxisType
 
 from jkv import ops
 from jkv.cache.cache import Cache
+from jkv.cache.codec import CODECS as ALL_CODECS
 from jkv.cache.spec import CacheSpec
 from jkv.canonical import from_canonical, to_canonical
+from jkv.collectives import assert_collectives
 from jkv.sharding import Sharding
 
 from .compare import assert_close
-from .layouts import CAPACITY, HEAD_DIM, NUM_ROWS, WINDOW, Form, Layout, make_sharding, run_history
+from .layouts import CAPACITY, HEAD_DIM, NUM_HEADS, NUM_ROWS, WINDOW, Form, Layout, make_sharding, run_history
 from .poison import poison
 
 # Rule: mesh axis and devices, outermost first.
@@ -35,37 +38,68 @@ MESHES = {
         "head": ("model", 2),
     },
 }
-# Each way to split, alone or not; the gate has every shape with every form.
-SHORT = ("stripes 2, heads 4", "sequences 2, stripes 2, heads 2")
 HEADS, CODECS = (8, 2, 1, None), ("bf16", "int8", "int4")
 FORMS = [
     Form(heads, codec, WINDOW if (i + j) % 2 else None)
     for (i, heads), (j, codec) in itertools.product(enumerate(HEADS), enumerate(CODECS))
 ]
+# The other codecs, each once: scales follow their pages, and calibrated ones their heads.
+OTHERS = [
+    Form(HEADS[i % len(HEADS)], codec, WINDOW if i % 3 == 1 else None)
+    for i, codec in enumerate(sorted(ALL_CODECS.keys() - set(CODECS)))
+]
 
 
 @functools.cache
-def on_one_device(forms: tuple[Form, ...]) -> tuple[Layout, list[list[np.ndarray]]]:
+def on_one_device(forms: tuple[Form, ...]) -> tuple[Layout, list[list[np.ndarray]], np.ndarray]:
     return run_history(forms, None, is_paged=False)
 
 
-def assert_equals_one_device(forms: tuple[Form, ...], sharding: Sharding, *, is_paged: bool) -> None:
-    layout, outs = run_history(forms, sharding, is_paged=is_paged)
-    whole, expected = on_one_device(forms)
+def check_against_one_device(forms: list[Form], index: int) -> None:
+    """Check a history over a mesh, and that a step sends but partial results of stripes."""
+    sharding = make_sharding(
+        list(MESHES.values())[index], AxisType.Explicit if index // 2 % 2 else AxisType.Auto
+    )
+    # Of bfloat16 pages, plain JAX rounds probabilities as well, in each stripe by its own largest.
+    if sharding.size("context") > 1:
+        forms = [
+            replace(form, implementation="reference") if form.codec == "bf16" else form for form in forms
+        ]
+    layout, outs, tokens = run_history(tuple(forms), sharding, is_paged=index % 2 == 1)
+    whole, expected, expected_tokens = on_one_device(tuple(forms))
     np.testing.assert_array_equal(layout.cache.lengths, whole.cache.lengths)
-    for group, form in enumerate(forms):
-        # Of bfloat16 pages, probabilities are rounded as well, in each stripe by its own largest.
-        is_rounded = form.codec == "bf16" and sharding.size("context") > 1
-        for got, wanted in zip(outs, expected, strict=True):
-            assert_close(got[group], wanted[group], 2**-7 if is_rounded else 1e-5)
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    for got, wanted in zip(outs, expected, strict=True):
+        for one, other in zip(got, wanted, strict=True):
+            assert_close(one, other, 1e-5)
+    for (time, _), program in layout.programs.items():
+        # One largest log-sum-exp for each query head of a device, and one sum of it with a partial output.
+        # Groups do not wait for each other: XLA puts theirs together.
+        entries = layout.shard_rows * time * NUM_HEADS // sharding.size("q_head") * (1 + HEAD_DIM + 1)
+        sent = {"all-reduce": (2, len(forms) * entries * 4)}
+        assert_collectives(program, sent if layout.num_stripes > 1 else {})
 
 
-@pytest.mark.parametrize("index", range(len(SHORT)), ids=SHORT)
+@pytest.mark.parametrize("index", range(len(MESHES)), ids=MESHES)
 def test_a_history_over_a_mesh_equals_that_of_one_device(index: int):
+    """Any two of a mesh, heads and a codec meet."""
     forms = [FORMS[len(CODECS) * i + (index + i) % len(CODECS)] for i in range(len(HEADS))]
-    axis_type = (AxisType.Auto, AxisType.Explicit)[index]
-    sharding = make_sharding(MESHES[SHORT[index]], axis_type)
-    assert_equals_one_device(tuple(forms), sharding, is_paged=index == 1)
+    check_against_one_device([*forms, OTHERS[index % len(OTHERS)]], index)
+
+
+@pytest.mark.histories
+@pytest.mark.parametrize("index", range(len(MESHES)), ids=MESHES)
+def test_every_history_over_a_mesh_equals_that_of_one_device(index: int):
+    check_against_one_device([*FORMS, *OTHERS], index)
+
+
+@pytest.mark.histories
+def test_bfloat16_pages_in_stripes_differ_by_the_rounding_of_probabilities():
+    forms = tuple(form for form in FORMS if form.codec == "bf16")
+    _, outs, _ = run_history(forms, make_sharding(MESHES["stripes 8"], AxisType.Auto), is_paged=True)
+    for got, wanted in zip(outs, on_one_device(forms)[1], strict=True):
+        for one, other in zip(got, wanted, strict=True):
+            assert_close(one, other, 2**-7)
 
 
 def test_a_ragged_step_over_heads_and_stripes_is_that_of_one_device():
@@ -79,14 +113,6 @@ def test_a_ragged_step_over_heads_and_stripes_is_that_of_one_device():
         for got, wanted in zip(outs, expected, strict=True):
             assert_close(got[:, : sum(lens)], wanted[:, : sum(lens)], 1e-5)
     assert split.cache.lengths.tolist() == whole.cache.lengths.tolist() == np.sum(steps, axis=0).tolist()
-
-
-@pytest.mark.histories
-@pytest.mark.parametrize("index", range(len(MESHES)), ids=MESHES)
-def test_every_history_over_a_mesh_equals_that_of_one_device(index: int):
-    axis_type = AxisType.Explicit if index // 2 % 2 else AxisType.Auto
-    sharding = make_sharding(list(MESHES.values())[index], axis_type)
-    assert_equals_one_device(tuple(FORMS), sharding, is_paged=index % 2 == 1)
 
 
 def test_a_cache_over_a_mesh_holds_the_bytes_that_are_planned_and_reads_as_one():
