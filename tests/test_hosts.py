@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from jkv.plan.decoder import parameters
 from .cli.conftest import GOLDEN
 
 NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 40, 6
+Meeting = Callable[[int, int], tuple[dict[str, str], list[str]]]
 # `jkv`, which says at last how many bytes of weights it has read.
 COUNTED = """
 import sys
@@ -47,9 +49,22 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_on_both(*options: str) -> list[tuple[int, str, str]]:
+def by_address(index: int, port: int) -> tuple[dict[str, str], list[str]]:
+    """Return what tells a process of two by hand where it meets the other: variables and options."""
+    address = ["--coordinator-address", f"localhost:{port}"]
+    return {}, [*address, "--num-processes", "2", "--process-id", str(index)]
+
+
+def by_slurm(index: int, port: int) -> tuple[dict[str, str], list[str]]:
+    """Return the same as Slurm tells it: JAX takes the port from the job's number."""
+    task = {"NTASKS": "2", "PROCID": str(index), "LOCALID": "0"}
+    job = {"JOB_ID": str(port), "STEP_NODELIST": "localhost", "STEP_NUM_NODES": "2", **task}
+    return {f"SLURM_{name}": value for name, value in job.items()}, ["--coordinator-address", "auto"]
+
+
+def run_on_both(*options: str, meeting: Meeting = by_address) -> list[tuple[int, str, str]]:
     """Run `jkv generate` in two processes; return the exit code, output and errors of each."""
-    address = f"localhost:{free_port()}"
+    port = free_port()
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JKV_CACHE": "off",
@@ -59,14 +74,14 @@ def run_on_both(*options: str) -> list[tuple[int, str, str]]:
     command = [sys.executable, "-c", COUNTED, "generate", *options]
     processes = [
         subprocess.Popen(
-            [*command, "--coordinator-address", address, "--num-processes", "2", "--process-id", str(index)],
+            [*command, *told],
             cwd=Path(__file__).parents[1],
-            env=environment,
+            env=environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for index in range(2)
+        for variables, told in (meeting(index, port) for index in range(2))
     ]
     try:
         outputs = [process.communicate(timeout=300) for process in processes]
@@ -97,8 +112,8 @@ def test_two_processes_generate_what_the_reference_does_each_from_its_part_of_th
     assert held < 0.51 * sum(part.num_bytes("float32") for part in parameters(sizes))
 
 
-def test_a_mesh_that_leaves_out_a_process_is_refused_by_both():
-    outputs = run_on_both("--model", str(GOLDEN / "llama"), "--prompt-tokens", "1")
+def test_a_mesh_that_leaves_out_a_process_of_slurm_is_refused_by_both():
+    outputs = run_on_both("--model", str(GOLDEN / "llama"), "--prompt-tokens", "1", meeting=by_slurm)
     for code, _, errors in outputs:
         assert code == 2
         assert "the mesh must take all 8 devices of the 2 processes, got one of 1" in errors
