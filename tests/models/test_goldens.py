@@ -1,4 +1,4 @@
-"""Public reference outputs, reproduced whole, in chunks, step by step, and by both forms of generation."""
+"""Public reference outputs, reproduced in chunks of every width, through every cache, and by generation."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -14,7 +14,9 @@ from jkv.cache.cache import Cache
 from jkv.decode.generate import Decoding, Stream, begin, generate
 from jkv.decode.loop import decode
 from jkv.models.decoder import cache_spec
-from jkv.models.load import LanguageModel, load_model
+from jkv.models.load import LanguageModel, abstract_decoder, load_model
+from jkv.models.model_config import ModelConfig
+from jkv.models.step import split_model
 
 from ..compare import assert_close, relative_errors
 from ..poison import poison
@@ -43,7 +45,8 @@ NAMES = (
 NUM_PROMPT_TOKENS, NUM_NEW_TOKENS = 40, 16
 # The references' own bound: float32 of another implementation.
 TOLERANCE = 1e-4
-# Each program compiles for seconds: `make test` takes each width and each model, the gates all single tokens.
+WIDTHS = (40, 16, 7, 1)
+# Each program compiles for seconds: `make test` takes each width and each model, the gates all pairs.
 SHORT = {
     ("llama", 40),
     ("llama", 1),
@@ -66,10 +69,13 @@ SHORT = {
     ("glm4_moe_lite", 7),
 }
 PAIRS = [
-    *sorted(SHORT),
-    *(pytest.param(name, 1, marks=pytest.mark.histories) for name in NAMES if (name, 1) not in SHORT),
+    pytest.param(name, width, marks=() if (name, width) in SHORT else pytest.mark.histories)
+    for name in NAMES
+    for width in WIDTHS
 ]
 LLAMAS = NAMES[:4]
+WINDOWED = ("mistral_sliding", "gemma3_local_global", "gemma2", "gpt_oss", "phi3")
+LATENT = NAMES[-5:]
 
 
 def models(names: Iterable[str], short: Collection[str]) -> Any:
@@ -97,14 +103,30 @@ def make_decoding(model: LanguageModel, **options) -> Decoding:
     return Decoding(model.step, model.weights, spec, model.config.vocab_size, **options)
 
 
-def logits_in_chunks(model: LanguageModel, tokens: np.ndarray, width: int) -> np.ndarray:
-    """Run the tokens through a poisoned cache, `width` at a time, the last chunk padded.
+def make_cache(
+    config: ModelConfig, layout: str, rows: int, capacity: int, max_chunk: int | None = None
+) -> Cache:
+    """Return a poisoned cache, dense or of pages that lie in random places of the pool."""
+    spec = cache_spec(config, page_size=4, codec="f32", max_chunk=max_chunk)
+    sizes = {"num_sequences": rows, "capacity": capacity}
+    if layout == "dense":
+        return poison(Cache.dense(spec, **sizes))
+    # As many pages as a dense cache has, so that they share programs.
+    widths = [spec.table_width(capacity, group) for group in range(len(spec.groups))]
+    cache = poison(Cache.paged(spec, **sizes, num_pages=[rows * width for width in widths]))
+    pages = [np.random.default_rng(0).permutation(rows * width) for width in widths]
+    return cache.assign([jnp.asarray(ids.reshape(rows, -1).astype(np.int32)) for ids in pages])
 
-    Layers with a window keep no more than they see.
+
+def logits_in_chunks(
+    model: LanguageModel, tokens: np.ndarray, width: int, layout: str = "dense", *, has_ring: bool = True
+) -> np.ndarray:
+    """Run the tokens through a cache, `width` at a time, the last chunk padded.
+
+    With a ring, layers with a window keep no more than they see.
     """
     rows, length = tokens.shape
-    spec = cache_spec(model.config, page_size=4, codec="f32", max_chunk=width)
-    cache = poison(Cache.dense(spec, num_sequences=rows, capacity=length + 5))
+    cache = make_cache(model.config, layout, rows, length + 5, max_chunk=width if has_ring else None)
     found = []
     for start in range(0, length, width):
         chunk = tokens[:, start : start + width]
@@ -123,7 +145,37 @@ def run_chunk(step, weights, tokens, cache, lens):
 
 @pytest.mark.parametrize(("golden", "width"), PAIRS, indirect=["golden"])
 def test_logits_in_chunks_equal_the_reference(golden: Golden, width: int):
-    assert_close(logits_in_chunks(golden.model, golden.tokens, width), golden.logits, TOLERANCE)
+    for layout in ("dense", "paged"):
+        assert_close(logits_in_chunks(golden.model, golden.tokens, width, layout), golden.logits, TOLERANCE)
+
+
+@pytest.mark.histories
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("golden", WINDOWED, indirect=True)
+def test_windows_of_a_cache_that_keeps_all_give_the_reference_s_logits(golden: Golden, width: int):
+    for layout in ("dense", "paged"):
+        found = logits_in_chunks(golden.model, golden.tokens, width, layout, has_ring=False)
+        assert_close(found, golden.logits, TOLERANCE)
+
+
+@pytest.mark.histories
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("golden", LATENT, indirect=True)
+def test_each_form_of_latents_gives_the_reference_s_logits(golden: Golden, width: int):
+    for form in ("absorbed", "expanded"):
+        model = in_form(golden.model, form)
+        for layout in ("dense", "paged"):
+            assert_close(logits_in_chunks(model, golden.tokens, width, layout), golden.logits, TOLERANCE)
+
+
+def in_form(model: LanguageModel, form: str) -> LanguageModel:
+    """Return the model with latent attention in one form, whatever a step's width."""
+    decoder = abstract_decoder(model.config)
+    for layer in decoder.layers:
+        layer.attention.form = form
+    step, shapes = split_model(decoder)
+    assert [array.shape for array in shapes] == [array.shape for array in model.weights]
+    return replace(model, step=step)
 
 
 @models(["phi3_longrope"], ["phi3_longrope"])
@@ -150,7 +202,15 @@ def test_greedy_tokens_equal_the_reference(golden: Golden):
     assert [list(row.tokens) for row in generations] == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
 
 
-@models(("mistral_sliding", "gemma3_local_global", "gemma2", "gpt_oss", "phi3"), ["mistral_sliding"])
+@models(NAMES, ["mixtral_moe"])
+def test_greedy_tokens_from_a_pool_equal_the_reference(golden: Golden):
+    # Room for one of the two sequences: the other waits.
+    decoding = make_decoding(golden.model, num_pages=14)
+    generations = generate(decoding, golden.tokens.tolist(), max_new_tokens=NUM_NEW_TOKENS)
+    assert [list(row.tokens) for row in generations] == golden.greedy[:, NUM_PROMPT_TOKENS:].tolist()
+
+
+@models(WINDOWED, ["mistral_sliding"])
 def test_a_window_keeps_all_that_its_layers_see(golden: Golden):
     spec = cache_spec(golden.model.config, page_size=4, max_chunk=8)
     decoding = replace(make_decoding(golden.model, buckets=(8,)), spec=spec)
