@@ -143,15 +143,17 @@ def test_an_append_to_no_layer_is_refused(where: tuple[int, int], message: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((0, None, None), "window must be at least 1 token, got 0"),
-        ((None, 0.0, None), r"soft_cap must be above 0 and finite, got 0\.0"),
-        ((None, float("nan"), None), "soft_cap must be above 0 and finite, got nan"),
-        ((None, None, jnp.zeros(1)), r"sinks must be one a query head, \(4,\), got \(1,\)"),
+        ({"scale": float("nan")}, "scale must be finite, got nan"),
+        ({"scale": float("inf")}, "scale must be finite, got inf"),
+        ({"window": 0}, "window must be at least 1 token, got 0"),
+        ({"soft_cap": 0.0}, r"soft_cap must be above 0 and finite, got 0\.0"),
+        ({"soft_cap": float("nan")}, "soft_cap must be above 0 and finite, got nan"),
+        ({"sinks": jnp.zeros(1)}, r"sinks must be one a query head, \(4,\), got \(1,\)"),
     ],
 )
-def test_options_out_of_range_are_refused(options: tuple, message: str):
+def test_options_out_of_range_are_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        check_options(jnp.zeros((1, 1, 4, 8)), *options)
+        check_options(jnp.zeros((1, 1, 4, 8)), **{"scale": 1.0} | options)
 
 
 def test_an_implementation_is_named_or_left_to_the_platform():

@@ -81,7 +81,7 @@ def attend(
             sharding, a ragged step is of sequences that are split, or a gradient is taken through a cache.
     """
     choose(implementation)
-    check_options(query, window, soft_cap, sinks)
+    check_options(query, scale, window, soft_cap, sinks)
     if cache is None:
         if key is None or value is None:
             raise ValueError("attention without a cache needs keys and values, got None")
@@ -183,6 +183,7 @@ def attend_latent(
         ValueError: as `attend`.
     """
     choose(implementation)
+    check_options(query, scale, window)
     where, batch = check_place(cache, where, batch, window, sharding, query, rope_query, latent, rope)
     group, _ = where
     spec = cache.spec.groups[group]

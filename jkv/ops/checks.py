@@ -6,6 +6,8 @@ Knows sizes; every refusal names them.
 import math
 from typing import Any
 
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from jkv.cache.batch import TokenBatch
@@ -16,8 +18,12 @@ from jkv.sharding import Sharding
 Where = tuple[int, Int[Array, ""] | int]
 
 
-def check_options(query: Any, window: int | None, soft_cap: float | None, sinks: Any) -> None:
-    """Refuse options that are out of their range."""
+def check_options(
+    query: Any, scale: Any, window: int | None = None, soft_cap: float | None = None, sinks: Any = None
+) -> None:
+    """Refuse options that are out of their range; a traced scale is taken on trust."""
+    if not isinstance(scale, Tracer) and not np.isfinite(scale).all():
+        raise ValueError(f"scale must be finite, got {scale}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, got {window}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
