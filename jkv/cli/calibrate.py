@@ -9,8 +9,9 @@ from pathlib import Path
 
 from jkv.cache.codec import CODECS
 from jkv.cli.fits import check_tokens
-from jkv.cli.options import ModelOptions, check_output, parse, read_text, resolve, show_progress
-from jkv.config import DecodeConfig
+from jkv.cli.options import DEFAULT, ModelOptions, check_output, parse, read_text, resolve, show_progress
+from jkv.config import DecodeConfig, load_config
+from jkv.config.overrides import split_names
 from jkv.decode.calibrate import PERCENTILE, Method, Per, calibrate, check_options
 from jkv.decode.configured import configured_spec, load_configured, make_decoding, open_configured
 from jkv.decode.params import require_whole
@@ -18,13 +19,14 @@ from jkv.decode.scales import write_scales
 from jkv.models.load import load_tokenizer
 
 _MAX_CONTEXT = 2048
+_CODECS = ("codec", "value_codec", "window_codec")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(ModelOptions):
     """Measure the scales of the codecs whose names end in _static, on a text, for --scales.
 
-    Those of int8_static, if neither --codec nor a configuration or cache that is named says otherwise.
+    Those of int8_static, if neither --codec nor a configuration or cache that is named has another of them.
     """
 
     text: Path
@@ -47,8 +49,7 @@ def run(argv: Sequence[str]) -> None:
     """Calibrate as the command line says, and print what was written."""
     arguments, overrides = parse(Arguments, argv, "calibrate")
     _check(arguments)
-    if not _names_codec(arguments, overrides):
-        arguments = replace(arguments, codec="int8_static")
+    arguments = _with_codec(arguments, overrides)
     config = resolve(arguments, overrides, {"out": "cache.scales"})
     exact = _with_exact_cache(config)
     percentile = PERCENTILE if arguments.percentile is None else arguments.percentile
@@ -79,11 +80,27 @@ def run(argv: Sequence[str]) -> None:
     print(f"{arguments.out}: scales by {method} per {arguments.per}, from {len(tokens):,} tokens")
 
 
-def _names_codec(arguments: Arguments, overrides: Sequence[str]) -> bool:
-    """Whether anything says how keys or values are stored."""
-    given = (arguments.config, arguments.codec, arguments.value_codec, arguments.window_codec)
-    flags = {flag.partition("=")[0] for flag in overrides}
-    return any(given) or not flags.isdisjoint(("--cache", "--cache.codec"))
+def _with_codec(arguments: Arguments, overrides: Sequence[str]) -> Arguments:
+    """Return the arguments with a codec that has scales: int8_static, where nothing says otherwise.
+
+    Raises:
+        ValueError: none of the codecs that the arguments name has scales.
+    """
+    names, flags = split_names(overrides)
+    cache = [f"--cache={names['cache']}"] if "cache" in names else []
+    named = load_config(arguments.config or DEFAULT, cache).cache
+    given = {name: value for name in _CODECS if (value := getattr(arguments, name)) is not None}
+    codecs = [codec for name in _CODECS if (codec := given.get(name, getattr(named, name))) is not None]
+    if any(CODECS[codec].scaling == "static" for codec in codecs):
+        return arguments
+    if given:
+        raise ValueError(
+            f"scales are measured for a codec whose name ends in _static, got {' and '.join(codecs)}; "
+            "give --codec int8_static"
+        )
+    if any(flag.partition("=")[0].endswith("codec") for flag in flags):
+        return arguments
+    return replace(arguments, codec="int8_static")
 
 
 def _with_exact_cache(config: DecodeConfig) -> DecodeConfig:
@@ -94,12 +111,6 @@ def _with_exact_cache(config: DecodeConfig) -> DecodeConfig:
 
 def _check(arguments: Arguments) -> None:
     check_output("--out", arguments.out)
-    given = [codec for codec in (arguments.codec, arguments.value_codec, arguments.window_codec) if codec]
-    if arguments.codec and not any(CODECS[codec].scaling == "static" for codec in given):
-        raise ValueError(
-            f"scales are measured for a codec whose name ends in _static, got {' and '.join(given)}; "
-            "give --codec int8_static"
-        )
     if arguments.scales is not None:
         raise ValueError("--scales is what other verbs read; jkv calibrate writes --out, drop --scales")
     if arguments.percentile is not None and arguments.method != "percentile":

@@ -27,7 +27,7 @@ from jkv.models.weights.locate import SMOLLM2, ModelLocation
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 # What a model without a configuration gets.
-_DEFAULT = "default"
+DEFAULT = "default"
 _KEYS = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -132,7 +132,7 @@ def resolve(
     flags = [
         f"--{key}={value}" for name, key in keys.items() if (value := getattr(options, name)) is not None
     ]
-    return load_config(options.config or _DEFAULT, [*flags, *random, *overrides])
+    return load_config(options.config or DEFAULT, [*flags, *random, *overrides])
 
 
 def refuse_sizes_alone(model: str | None, remedy: str) -> None:

@@ -28,8 +28,9 @@ def test_calibrated_scales_serve_the_model_that_they_were_measured_on(
     assert said == f"{out}: scales by absmax per head, from 186 tokens\n"
     flags = ("score", *model, "--text", text, "--codec", "int8_static", "--scales", out)
     (shown,) = run_json(*flags, "--compare", "f32", "--json")
-    assert shown["bytes_per_token"] == 2 * 3 * 2 * 8
-    assert 0 < shown["mean_kld"] < 1e-3
+    found = shown["codecs"]["int8_static"]
+    assert found["bytes_per_token"] == 2 * 3 * 2 * 8
+    assert 0 < found["mean_kld"] < 1e-3
 
     weights = safetensors.numpy.load_file(talking_tiny / "model.safetensors")
     weights["model.layers.1.self_attn.k_proj.weight"] *= np.float32(1.01)
@@ -51,8 +52,17 @@ def test_a_mesh_a_pool_and_short_steps_change_little(run_jkv, talking_tiny, text
 
 
 @pytest.mark.parametrize(
+    "flags", [("--cache", "paged"), ("--config", "smollm2-cpu"), ("--cache", "paged-int8")]
+)
+def test_a_cache_without_scales_is_measured_for_int8_static(run_jkv, talking_tiny, text, out, flags):
+    run_jkv("calibrate", "--model", talking_tiny, "--text", text, "--out", out, "--method", "absmax", *flags)
+    assert list(safetensors.numpy.load_file(out)) == ["keys.0", "values.0"]
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--value-codec", "int8"), "a codec whose name ends in _static, got f32 and int8; give --codec"),
         (
             ("--codec", "int8"),
             "scales are measured for a codec whose name ends in _static, got int8; give --codec int8_static",
