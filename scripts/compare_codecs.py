@@ -1,11 +1,11 @@
 """Sets every codec of the cache beside a float32 cache on one text, and prints a table for docs/codecs.md.
 
     python scripts/compare_codecs.py --tokens TOKENS.npz [--model smollm2-135m] [--codecs int8,int8/int4]
-    python scripts/compare_codecs.py --tokens TOKENS.npz --calibrate OTHERS.npz --codecs int8_static
+    python scripts/compare_codecs.py --tokens TOKENS.npz --calibrate TEXT.txt --codecs int8_static
     python scripts/compare_codecs.py --bytes
 
-Both files hold an integer array `tokens [batch, time]`, as for `jkv score`; the static codecs are calibrated
-on the second, by the least squared error of each head. The bytes are those of a page on its device.
+TOKENS.npz holds an integer array `text_ids [time]`; static codecs are calibrated on 8,192 tokens of the text,
+from the 4,096th on, by the least squared error of each head. The bytes are those of a page on its device.
 """
 
 import argparse
@@ -21,10 +21,12 @@ from jkv.decode.calibrate import calibrate
 from jkv.decode.compare import compare
 from jkv.decode.generate import Decoding
 from jkv.models.decoder import cache_spec
-from jkv.models.load import load_model
+from jkv.models.load import load_model, load_tokenizer
+from jkv.models.weights.locate import resolve_model
 
 DEFAULT = [name for name, codec in CODECS.items() if codec.scaling != "static" and name != "f32"]
 PAIRS = ["int8/int4", "bf16/int4", "int4/int8", "fp8_e4m3/int4"]
+CALIBRATED = slice(4096, 4096 + 8192)
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=Path)
-    parser.add_argument("--calibrate", type=Path, help="tokens on which static codecs are calibrated")
+    parser.add_argument("--calibrate", type=Path, help="text on which static codecs are calibrated")
     parser.add_argument(
         "--bytes", action="store_true", help="print what a token takes in each layout instead"
     )
@@ -73,8 +75,12 @@ def print_bytes(codecs: list[str]) -> None:
 
 def print_quality(arguments: argparse.Namespace, codecs: list[str]) -> None:
     """Print each codec's divergence from a float32 cache."""
-    tokens = read_tokens(arguments.tokens)
-    others = None if arguments.calibrate is None else read_tokens(arguments.calibrate)
+    with np.load(arguments.tokens) as arrays:
+        tokens = arrays["text_ids"][None]
+    others = None
+    if arguments.calibrate is not None:
+        tokenizer = load_tokenizer(resolve_model(arguments.model))
+        others = [tokenizer.encode(arguments.calibrate.read_text(encoding="utf-8"))[CALIBRATED]]
     model = load_model(arguments.model)
 
     def decoding(codec: str) -> Decoding:
@@ -84,7 +90,7 @@ def print_quality(arguments: argparse.Namespace, codecs: list[str]) -> None:
         if not spec.scale_bytes:
             return made
         if others is None:
-            raise SystemExit(f"{codec} needs scales: give the tokens to measure them on, --calibrate")
+            raise SystemExit(f"{codec} needs scales: give the text to measure them on, --calibrate")
         return dataclasses.replace(made, scales=calibrate(made, others))
 
     borders = [0, *(border for border in (512, 1024) if border < tokens.shape[1]), tokens.shape[1]]
@@ -108,11 +114,6 @@ def print_quality(arguments: argparse.Namespace, codecs: list[str]) -> None:
                 *(f"{result.between(*ends).mean_divergence:.5f}" for ends in slices),
             ]
             print_row(cells)
-
-
-def read_tokens(path: Path) -> np.ndarray:
-    with np.load(path) as arrays:
-        return arrays["tokens"]
 
 
 def print_row(cells: list[str]) -> None:

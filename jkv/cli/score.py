@@ -15,16 +15,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jkv.cache.codec import CODECS
 from jkv.cli.fits import check_tokens
 from jkv.cli.options import Flag, ModelOptions, check_output, parse, read_text, resolve, show_progress
-from jkv.config import UncalibratedCodec
+from jkv.config import CacheSection, DecodeConfig, UncalibratedCodec
 from jkv.decode.compare import Comparison, compare
 from jkv.decode.configured import load_configured, make_decoding, open_configured
+from jkv.decode.generate import Decoding
 from jkv.decode.params import require_whole
 from jkv.decode.score import Score, score
-from jkv.models.load import load_tokenizer
+from jkv.models.load import LanguageModel, load_tokenizer
 from jkv.models.weights.locate import resolve_model
 
+# What needs no scales; then keys and values in different codecs.
+_EVERY = [name for name, codec in CODECS.items() if codec.scaling != "static"]
+_EVERY += ["int8/int4", "bf16/int4", "int4/int8", "fp8_e4m3/int4"]
 # Where a context begins that is worth a row of its own.
 _BORDERS = (512, 1024, 2048, 4096, 8192)
 
@@ -44,7 +49,8 @@ class Arguments(ModelOptions):
     logits: Path | None = None
     """.npz file that gets a float32 array `logits [batch, time, vocab]`."""
     compare: UncalibratedCodec | None = None
-    """Codec of a second cache, taken for right, that the configured one is compared with."""
+    """Codec of a second cache, taken for right, that the configured one is compared with: every codec without
+    scales, and keys and values in different ones, where that is in the same codec."""
     json: Flag = False
     """Print one JSON object."""
 
@@ -72,16 +78,11 @@ def run(argv: Sequence[str]) -> None:
     with show_progress(f"loading {config.model.path}") as show:
         model = load_configured(config)
         show("scoring")
-        decoding = make_decoding(config, model, max_chunk=arguments.chunk)
         if arguments.compare is not None:
-            cache = replace(
-                config.cache, codec=arguments.compare, value_codec=None, window_codec=None, scales=None
-            )
-            base = make_decoding(replace(config, cache=cache), model, max_chunk=arguments.chunk)
-            (comparison,) = compare(base, [decoding], tokens, chunk=arguments.chunk)
-            shown = describe(comparison, base.spec.bytes_per_token, decoding.spec.bytes_per_token)
+            shown = compare_codecs(config, arguments.compare, model, tokens, arguments.chunk)
             print(json.dumps(shown) if arguments.json else _rows(shown))
             return
+        decoding = make_decoding(config, model, max_chunk=arguments.chunk)
         result = score(decoding, tokens, chunk=arguments.chunk, keep_logits=arguments.logits is not None)
     if result.logits is not None and arguments.logits is not None:
         with arguments.logits.open("wb") as file:
@@ -89,7 +90,51 @@ def run(argv: Sequence[str]) -> None:
     print(_json(tokens, result) if arguments.json else _table(result))
 
 
-def describe(comparison: Comparison, base_bytes: int, nbytes: int) -> dict[str, Any]:
+def compare_codecs(
+    config: DecodeConfig,
+    base_codec: UncalibratedCodec,
+    model: LanguageModel,
+    tokens: Int[np.ndarray, "batch time"],
+    chunk: int,
+) -> dict[str, Any]:
+    """Return what the configured cache costs beside one of the base codec, or what every codec does."""
+
+    def with_codecs(codec: str, value_codec: str | None = None) -> Decoding:
+        codecs = {"codec": codec, "value_codec": value_codec, "window_codec": None, "scales": None}
+        return make_decoding(replace(config, cache=replace(config.cache, **codecs)), model, max_chunk=chunk)
+
+    base = with_codecs(base_codec)
+    own = make_decoding(config, model, max_chunk=chunk)
+    compared, refused = {_codec_name(config.cache): own}, {}
+    if [group.codecs for group in own.spec.groups] == [group.codecs for group in base.spec.groups]:
+        compared = {}
+        for name in (name for name in _EVERY if name != base_codec):
+            keys, _, values = name.partition("/")
+            try:
+                compared[name] = with_codecs(keys, values or None)
+            except ValueError as error:
+                refused[name] = str(error)
+    results = []
+    # A few at a time: each is a forward pass in one program, compiled together.
+    for some in itertools.batched(compared.values(), 3):
+        results += compare(base, some, tokens, chunk=chunk)
+    return {
+        "base": base_codec,
+        "base_bytes_per_token": base.spec.bytes_per_token,
+        "codecs": {
+            name: describe(result, decoding.spec.bytes_per_token)
+            for (name, decoding), result in zip(compared.items(), results, strict=True)
+        },
+        "refused": refused,
+    }
+
+
+def _codec_name(cache: CacheSection) -> str:
+    names = "/".join(dict.fromkeys((cache.codec, cache.value_codec or cache.codec)))
+    return names if cache.window_codec is None else f"{names}, {cache.window_codec} in windows"
+
+
+def describe(comparison: Comparison, nbytes: int) -> dict[str, Any]:
     """Return what a comparison says, over all tokens and by how much context they have."""
     num_tokens = comparison.divergence.shape[1]
     # The last token has none after it whose likelihood would be compared: it makes no row of its own.
@@ -97,7 +142,6 @@ def describe(comparison: Comparison, base_bytes: int, nbytes: int) -> dict[str, 
     slices = {f"{start}-{end}": comparison.between(start, end) for start, end in itertools.pairwise(borders)}
     return {
         "bytes_per_token": nbytes,
-        "base_bytes_per_token": base_bytes,
         **_measures(comparison),
         "by_context": {name: _measures(part) for name, part in slices.items()},
     }
@@ -113,15 +157,21 @@ def _measures(comparison: Comparison) -> dict[str, float]:
 
 
 def _rows(shown: dict[str, Any]) -> str:
-    header = f"{'tokens':12}{'ppl ratio':>12}{'mean KLD':>12}{'p99 KLD':>12}{'same top':>12}"
-    parts = {"all": shown} | shown["by_context"]
-    rows = [
-        f"{name:12}{part['perplexity_ratio']:12.5f}{part['mean_kld']:12.6f}{part['p99_kld']:12.6f}"
-        f"{part['same_top']:12.2%}"
-        for name, part in parts.items()
+    width = 2 + max(map(len, ["codec", *shown["codecs"]]))
+    lines = [
+        f"base: {shown['base']}, {shown['base_bytes_per_token']:,} bytes a token",
+        f"{'codec':{width}}{'bytes a token':>13}  {'tokens':12}"
+        f"{'ppl ratio':>12}{'mean KLD':>12}{'p99 KLD':>12}{'same top':>12}",
     ]
-    sizes = f"bytes a token: {shown['bytes_per_token']:,}, base {shown['base_bytes_per_token']:,}"
-    return "\n".join([sizes, header, *rows])
+    for codec, found in shown["codecs"].items():
+        head = f"{codec:{width}}{found['bytes_per_token']:>13,}"
+        for name, part in ({"all": found} | found["by_context"]).items():
+            lines.append(
+                f"{head}  {name:12}{part['perplexity_ratio']:12.5f}{part['mean_kld']:12.5f}"
+                f"{part['p99_kld']:12.4f}{part['same_top']:12.2%}"
+            )
+            head = " " * len(head)
+    return "\n".join([*lines, *(f"{codec}: {reason}" for codec, reason in shown["refused"].items())])
 
 
 def read_tokens(arguments: Arguments, model: str) -> Int[np.ndarray, "batch time"]:

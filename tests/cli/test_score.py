@@ -146,19 +146,39 @@ def test_a_text_is_scored_by_its_tokens(run_json, talking_tiny, tmp_path):
 def test_a_codec_is_compared_with_another(run_json, run_jkv, tiny, tokens_file):
     flags = ("score", "--model", tiny, "--tokens", tokens_file, "--codec", "int8", "--compare", "f32")
     (shown,) = run_json(*flags, "--json")
-    assert shown["bytes_per_token"] < shown["base_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
-    assert 0 < shown["mean_kld"] < shown["p99_kld"] < 1e-3
-    assert shown["perplexity_ratio"] == pytest.approx(1, abs=1e-2)
-    assert 0.9 < shown["same_top"] <= 1
-    assert list(shown["by_context"]) == ["0-40"]
-    assert len(run_jkv(*flags).splitlines()) == 4
+    assert (shown["base"], list(shown["codecs"])) == ("f32", ["int8"])
+    found = shown["codecs"]["int8"]
+    assert found["bytes_per_token"] < shown["base_bytes_per_token"] == 2 * 3 * 2 * 8 * 4
+    assert 0 < found["mean_kld"] < found["p99_kld"] < 1e-3
+    assert found["perplexity_ratio"] == pytest.approx(1, abs=1e-2)
+    assert 0.9 < found["same_top"] <= 1
+    assert list(found["by_context"]) == ["0-40"]
+    base, header, row, part = run_jkv(*flags).splitlines()
+    assert base == "base: f32, 384 bytes a token"
+    assert " ".join(header.split()) == "codec bytes a token tokens ppl ratio mean KLD p99 KLD same top"
+    assert row.split() == ["int8", str(found["bytes_per_token"]), "all", *part.split()[1:]]
+
+
+def test_a_base_beside_itself_is_compared_with_every_codec(run_json, run_jkv, tiny, tokens_file):
+    flags = ("score", "--model", tiny, "--tokens", tokens_file, "--compare", "f32")
+    (shown,) = run_json(*flags, "--json")
+    found = shown["codecs"]
+    assert set(found) > {"bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4", "int4_token", "int8/int4"}
+    assert "f32" not in found
+    assert shown["refused"] == {}
+    assert found["bf16"]["mean_kld"] < found["fp8_e4m3"]["mean_kld"] < found["int4_token"]["mean_kld"]
+    # Pages of 12 are not whole runs of 4-bit keys: the others are compared all the same.
+    lines = run_jkv(*flags, "--page-size", 12).splitlines()
+    assert sum(" all " in line for line in lines) == len(found) - 2
+    assert [line.partition(":")[0] for line in lines[-2:]] == ["int4", "int4/int8"]
+    assert "int4 keys need a page_size" in lines[-1]
 
 
 @pytest.mark.parametrize(("num_tokens", "names"), [(513, ["0-513"]), (514, ["0-512", "512-514"])])
 def test_a_context_of_one_token_is_no_row_of_a_comparison(num_tokens, names):
     nll = np.ones((1, num_tokens - 1))
     places = np.ones((1, num_tokens))
-    shown = describe(Comparison(nll, nll, places, places > 0), 8, 4)
+    shown = describe(Comparison(nll, nll, places, places > 0), 8)
     assert list(shown["by_context"]) == names
     assert all(part["perplexity_ratio"] == 1 for part in shown["by_context"].values())
 
