@@ -11,25 +11,21 @@ AOT := tpu_aot or gpu_aot
 # For programs that run for milliseconds, whose code XLA's CPU backend takes seconds to optimize: most of the suite's
 # time. The gates compile as users do, but for hundreds of histories.
 QUICK := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true \
-  --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+  --xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
-.PHONY: demo test gates product lint clean
+.PHONY: demo test gates lint clean
 
 demo: .venv/.test
 	$(BIN)/jkv generate --model smollm2-135m --chat "$(PROMPT)"
 
 test: .venv/.test
-	$(QUICK) $(PYTEST) -n $(WORKERS) -m "not (gate or histories or product or $(AOT))"
+	$(QUICK) $(PYTEST) -n $(WORKERS) -m "not (gate or histories or $(AOT))"
 
 # Nothing runs on an accelerator: JAX_PLATFORMS keeps JAX from looking for one.
 gates: .venv/.test .venv-aot/.test
 	$(PYTEST) -n $(WORKERS) -vv -m gate
 	$(QUICK) $(PYTEST) -n $(WORKERS) -vv -m histories
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n $(WORKERS) -vv -m "$(AOT)"
-
-# Every form of the cache; the gates have a cover in which any three values meet.
-product: .venv/.test
-	$(QUICK) $(PYTEST) -n $(WORKERS) -vv -m product
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -15,8 +15,10 @@ def poison(cache: Cache, value: float = jnp.nan) -> Cache:
         filling = jnp.iinfo(array.dtype).max if is_integer else value
         if isinstance(array, jax.core.Tracer):
             return jnp.full_like(array, filling)
-        # By NumPy: for JAX each shape would be a program.
-        return jax.device_put(np.full(array.shape, filling, array.dtype), array.sharding)
+        # By NumPy: for JAX each shape would be a program. Committed to its device only if it was: a step is
+        # compiled once for arrays that are and once for those that are not.
+        place = array.sharding if array.committed else None
+        return jax.device_put(np.full(array.shape, filling, array.dtype), place)
 
     pools = tuple(
         pool.replace(
