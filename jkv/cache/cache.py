@@ -91,14 +91,17 @@ class Cache(State):
             sharding: where the arrays are born; nothing is ever materialized whole.
 
         Raises:
-            ValueError: a size is not positive, scales are missing or not positive, or the mesh does not
-                divide it.
+            ValueError: a size is not positive or past what 32 bits count, scales are missing or not
+                positive, or the mesh does not divide it.
         """
         if not is_whole(num_sequences, capacity, at_least=1):
             raise ValueError(
                 f"a dense cache needs at least one sequence and one token, got {num_sequences} and {capacity}"
             )
         _check_mesh(spec, num_sequences, sharding)
+        rows = num_sequences // (sharding.size("seq") if sharding else 1)
+        pages = [rows * spec.stripe_pages(capacity, index) for index in range(len(spec.groups))]
+        _check_counted(spec, capacity, pages)
         make = _maker(spec, num_sequences, capacity, None, sharding)
         return make(_check_scales(spec, scales))
 
@@ -137,6 +140,7 @@ class Cache(State):
                 f"num_pages must have one entry a group, got {len(num_pages)} for {len(spec.groups)}"
             )
         _check_mesh(spec, num_sequences, sharding)
+        _check_counted(spec, capacity, num_pages)
         make = _maker(spec, num_sequences, capacity, tuple(num_pages), sharding)
         return make(_check_scales(spec, scales))
 
@@ -390,6 +394,18 @@ def _check_mesh(spec: CacheSpec, num_sequences: int, sharding: Sharding | None) 
         for group in spec.groups:
             if group.head_axis is not None:
                 sharding.check_divides(group.head_axis, group.num_kv_heads)
+
+
+def _check_counted(spec: CacheSpec, capacity: int, num_pages: Sequence[int]) -> None:
+    """Refuse more tokens and pages than 32 bits count; lengths, slots and page ids are int32."""
+    layers = [group.num_layers for group in spec.groups]
+    slots = max(capacity, *(pages * spec.page_size for pages in num_pages))
+    pages = max(count * pages for count, pages in zip(layers, num_pages, strict=True))
+    if max(slots, pages) >= 2**31:
+        raise ValueError(
+            "a sequence, and a layer of a device, must have fewer than 2**31 tokens, and a group as many "
+            f"pages, got {slots:,} tokens and {pages:,} pages; lower the capacity or the pages"
+        )
 
 
 def _check_scales(spec: CacheSpec, scales: Scales | None) -> Scales:

@@ -219,6 +219,18 @@ def test_an_empty_cache_is_refused_with_its_sizes(rows: int, capacity: int):
         Cache.dense(make_spec(), num_sequences=rows, capacity=capacity)
 
 
+def test_tokens_and_pages_past_what_32_bits_count_are_refused():
+    """Before anything is allocated."""
+    with pytest.raises(ValueError, match=r"fewer than 2\*\*31 tokens, .* got 1,000,000,000,000 tokens"):
+        Cache.dense(make_spec(), num_sequences=1, capacity=10**12)
+    with pytest.raises(ValueError, match="got 2,147,483,648 tokens and 1,073,741,824 pages"):
+        Cache.dense(make_spec(page_size=2), num_sequences=2, capacity=2**30)
+    with pytest.raises(ValueError, match="got 1,073,741,824 tokens and 4,294,967,296 pages"):
+        Cache.paged(make_spec(num_layers=4), num_sequences=1, capacity=8, num_pages=[2**30])
+    with pytest.raises(ValueError, match="got 4,294,967,296 tokens and 1 pages"):
+        Cache.paged(make_spec(), num_sequences=1, capacity=2**32, num_pages=[1])
+
+
 def make_sharding(*axes: str) -> Sharding:
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((4,), ("data",), axis_types=auto, devices=jax.devices()[:4])
