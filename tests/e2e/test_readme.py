@@ -1,4 +1,4 @@
-"""README.md's and docs/layers.md's Python runs as it stands, and what `jkv check` says is what is shown."""
+"""The Python of README.md, docs/cache.md and docs/layers.md runs as it stands, and what `jkv check` says is what is shown."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ def blocks(language: str, page: str = "README.md") -> list[str]:
     return [block for name, block in found if name == language]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/layers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/cache.md", "docs/layers.md"])
 def test_the_python_of_a_page_runs(page):
     assert blocks("python", page), f"{page} shows no Python"
     namespace: dict = {"__name__": "page"}
