@@ -1,4 +1,4 @@
-"""The Python of README.md, docs/cache.md and docs/layers.md runs as it stands, and what `jkv check` says is what is shown."""
+"""The Python of pages runs as it stands, and what `jkv check` says is what README.md shows."""
 
 import re
 import shlex
