@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 from jkv import ops
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
+from jkv.layers.checks import check_input, check_sizes
 from jkv.layers.linear import Linear, RMSNorm
-from jkv.layers.rope import RopeConfig, Rotation, rotate, rotations
+from jkv.layers.rope import RopeConfig, Rotation, inverse_frequencies, rotate, rotations
 from jkv.sharding import Sharding
 
 
@@ -56,7 +57,8 @@ class GQAttention(nnx.Module):
         rngs: draws the parameters.
 
     Raises:
-        ValueError: head counts do not divide, or the mesh does not divide them.
+        ValueError: a size is below 1, head counts do not divide, more entries are rotated than a head has,
+            or the mesh does not divide the heads.
     """
 
     def __init__(
@@ -82,6 +84,14 @@ class GQAttention(nnx.Module):
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
+        check_sizes(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            window=window,
+        )
+        self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if head_dim is None and embed_dim % num_heads:
@@ -89,8 +99,10 @@ class GQAttention(nnx.Module):
                 f"num_heads must divide embed_dim, got {num_heads} and {embed_dim}; or give head_dim"
             )
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+        if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {num_heads}")
+        if rope is not None and 2 * len(inverse_frequencies(rope)) > self.head_dim:
+            raise ValueError(f"rope must rotate at most a head's {self.head_dim} entries, got {rope.dim}")
         if sharding is not None:
             sharding.check_divides("kv_head", self.num_kv_heads)
         options: dict[str, Any] = {
@@ -156,6 +168,7 @@ class GQAttention(nnx.Module):
         Returns:
             The output and the cache with the new tokens (None without one).
         """
+        check_input(x, self.embed_dim, batch)
         num_seqs, time, _ = x.shape
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.is_qk_norm_wide:

@@ -16,9 +16,10 @@ from jkv import ops
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
 from jkv.layers.attention import step_rotation
+from jkv.layers.checks import check_input, check_sizes
 from jkv.layers.dense import tied
 from jkv.layers.linear import Linear, RMSNorm, output_placement
-from jkv.layers.rope import RopeConfig, Rotation, rotate, softmax_correction
+from jkv.layers.rope import RopeConfig, Rotation, inverse_frequencies, rotate, softmax_correction
 from jkv.sharding import Sharding
 
 Form = Literal["auto", "expanded", "absorbed"]
@@ -86,8 +87,8 @@ class LatentAttention(nnx.Module):
         rngs: draws the parameters.
 
     Raises:
-        ValueError: the rotary embedding has another width, the form is unknown, or the mesh does not divide
-            the heads.
+        ValueError: a size is below 1, the rotary embedding has another width, the form is unknown, or the
+            mesh does not divide the heads.
     """
 
     def __init__(
@@ -108,7 +109,17 @@ class LatentAttention(nnx.Module):
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
-        if rope is not None and rope.dim != dims.rope:
+        check_sizes(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            window=window,
+            latent=dims.latent,
+            rope=dims.rope,
+            key=dims.key,
+            value=dims.value,
+            query=dims.query,
+        )
+        if rope is not None and 2 * len(inverse_frequencies(rope)) != dims.rope:
             raise ValueError(f"rope must rotate {dims.rope} entries beside a latent, got {rope.dim}")
         if form not in get_args(Form):
             raise ValueError(f"form must be one of {get_args(Form)}, got {form!r}")
@@ -149,6 +160,7 @@ class LatentAttention(nnx.Module):
             num_heads * dims.value, embed_dim, axes=("q_head", "embed"), has_bias=has_bias, **options
         )
         correction = 1.0 if rope is None else softmax_correction(rope)
+        self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dims = dims
         self.rope = rope
@@ -169,6 +181,7 @@ class LatentAttention(nnx.Module):
         rotation: Rotation | None = None,
     ) -> tuple[Float[Array, "seq time embed"], Cache | None]:
         """Attend from each token to its sequence's past and itself; arguments as `GQAttention`."""
+        check_input(x, self.embed_dim, batch)
         num_seqs, time, _ = x.shape
         query, rope_query = jnp.split(self._queries(x), [self.dims.key], axis=-1)
         latent, rope = jnp.split(self.kv_down(x), [self.dims.latent], axis=-1)

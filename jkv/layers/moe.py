@@ -6,7 +6,7 @@ Knows nothing of models: routing is data.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jkv.layers.checks import check_sizes
 from jkv.layers.grouped import grouped_dense
 from jkv.layers.linear import output_placement
 from jkv.layers.mlp import SWIGLU, Arrays, GatedMLP, Gating, of_each, whole_along_embed
 from jkv.layers.sums import SplitSum
 from jkv.sharding import Sharding
+
+Score = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
 
 
 @dataclass(frozen=True)
@@ -41,26 +45,31 @@ class Routing:
 
     num_experts: int
     num_active: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Score = "softmax"
     num_groups: int = 1
     num_active_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
+    group_score: GroupScore = "max"
     is_normalized: bool = False
     scale: float = 1.0
     has_bias: bool = False
     has_correction: bool = False
 
 
-def check_routing(routing: Routing) -> Routing:
-    """Return `routing`, or raise a ValueError that names the sizes which do not fit each other."""
+def check_routing(routing: Routing) -> None:
+    """Raise a ValueError that names what is unknown, or sizes that do not fit each other."""
+    for name, known in (("score", get_args(Score)), ("group_score", get_args(GroupScore))):
+        if getattr(routing, name) not in known:
+            raise ValueError(f"{name} must be one of {known}, got {getattr(routing, name)!r}")
+    counts = ("num_experts", "num_active", "num_groups", "num_active_groups")
+    check_sizes(**{name: getattr(routing, name) for name in counts})
     experts, groups = routing.num_experts, routing.num_groups
-    if groups < 1 or experts % groups or not 1 <= routing.num_active_groups <= groups:
+    if experts % groups or routing.num_active_groups > groups:
         raise ValueError(
             f"groups must divide the experts and hold those in use, got {experts} experts, {groups} groups, "
             f"{routing.num_active_groups} in use"
         )
     reachable = experts // groups * routing.num_active_groups
-    if not 1 <= routing.num_active <= reachable:
+    if routing.num_active > reachable:
         raise ValueError(
             f"a token must use 1 to {reachable} experts, those in its groups, got {routing.num_active}"
         )
@@ -68,7 +77,6 @@ def check_routing(routing: Routing) -> Routing:
         raise ValueError(
             f"a group scored by its best two must have two experts, got {experts} in {groups} groups"
         )
-    return routing
 
 
 class Chosen(NamedTuple):
@@ -90,6 +98,7 @@ class Router(nnx.Module):
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
+        check_routing(routing)
         draw = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
         shape = (routing.num_experts, embed_dim)
         # Every device chooses among all experts, however they are split.
@@ -101,7 +110,7 @@ class Router(nnx.Module):
         if routing.has_correction:
             # Steps of training change it by less than bfloat16 holds.
             self.correction = nnx.Param(jnp.zeros(routing.num_experts, jnp.float32), logical_axes=(None,))
-        self.routing = check_routing(routing)
+        self.routing = routing
         self.sharding = sharding
 
     def __call__(self, x: Float[Array, "seq time embed"]) -> Chosen:
@@ -304,7 +313,8 @@ class MoE(nnx.Module):
         rngs: draws the parameters.
 
     Raises:
-        ValueError: the routing's sizes do not fit, or the mesh does not divide the experts or their width.
+        ValueError: a size is below 1, those of the routing do not fit, or the mesh does not divide the
+            experts or their width.
     """
 
     def __init__(
@@ -321,6 +331,7 @@ class MoE(nnx.Module):
         sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ):
+        check_sizes(embed_dim=embed_dim, mlp_dim=mlp_dim, shared_dim=shared_dim)
         placed: dict[str, Any] = {"param_dtype": param_dtype, "sharding": sharding, "rngs": rngs}
         options: dict[str, Any] = {"gating": gating, "has_bias": has_bias, "dtype": dtype, **placed}
         self.router = Router(embed_dim, routing, **placed)

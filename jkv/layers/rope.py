@@ -6,7 +6,7 @@ Knows nothing of caches or attention: it turns positions into rotations.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -232,10 +232,15 @@ def inverse_frequencies(config: RopeConfig) -> np.ndarray:
     """Return the float32 angle per position of each rotated pair, shape `[dim / 2]`.
 
     Raises:
-        ValueError: `dim` is odd, or the number of frequency factors is not `dim / 2`.
+        ValueError: `dim` is odd, the base is not above 0, the scaling is unknown, or the number of frequency
+            factors is not `dim / 2`.
     """
     if config.dim % 2 or config.dim <= 0:
         raise ValueError(f"RoPE needs an even, positive number of rotated entries, got {config.dim}")
+    if not 0 < config.theta < math.inf:
+        raise ValueError(f"RoPE needs a finite base above 0, got {config.theta}")
+    if config.scaling not in get_args(Scaling):
+        raise ValueError(f"RoPE scaling must be one of {get_args(Scaling)}, got {config.scaling!r}")
     frequencies = config.theta ** -(np.arange(0, config.dim, 2, dtype=np.float64) / config.dim)
     if config.scaling == "linear":
         frequencies = frequencies / config.factor

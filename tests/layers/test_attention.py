@@ -173,11 +173,14 @@ def test_a_gradient_through_a_cache_is_refused():
     ("options", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got 3 and 4"),
-        ({"num_kv_heads": 0}, "num_kv_heads must divide num_heads, got 0 and 4"),
+        ({"num_kv_heads": 0}, "must be whole and at least 1, got num_kv_heads 0"),
+        ({"num_heads": 0, "window": 0}, "at least 1, got num_heads 0, window 0"),
         ({"num_heads": 5}, "num_heads must divide embed_dim, got 5 and 32"),
+        ({"rope": RopeConfig(dim=10)}, "rope must rotate at most a head's 8 entries, got 10"),
+        ({"rope": RopeConfig(dim=7)}, "even, positive number of rotated entries, got 7"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(options: dict, message: str):
+def test_sizes_that_do_not_fit_are_refused(options: dict, message: str):
     sizes = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS} | options
     with pytest.raises(ValueError, match=message):
         GQAttention(**sizes, rngs=nnx.Rngs(0))
@@ -187,6 +190,15 @@ def test_a_cache_of_another_head_dim_is_refused():
     layer = make_layer(head_dim=16, rope=None)
     with pytest.raises(ValueError, match="head_dim"):
         run_chunk(layer, make_input(), make_cache())
+
+
+def test_rows_that_are_not_the_step_s_are_refused():
+    layer, x = make_layer(), make_input()
+    with pytest.raises(ValueError, match=r"input must be \[seq, time, 32\], got \[2, 11, 16\]"):
+        layer(x[..., :16])
+    cache, batch = make_cache().begin(jnp.full(ROWS, 3, jnp.int32), time=3)
+    with pytest.raises(ValueError, match=r"rows and their tokens are \(2, 3\), got an input of \[2, 4, 32\]"):
+        layer(x[:, :4], cache, where=(0, 0), batch=batch)
 
 
 def test_a_cache_without_a_batch_is_refused():

@@ -1,5 +1,7 @@
 """Latent attention as a layer: both forms, through every cut of a prompt, trained, and on a mesh."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ YARN = RopeConfig(
     dim=8, scaling="yarn", factor=40.0, original_max_position=64, mscale=1.0, mscale_all_dim=1.0
 )
 CORRECTION = 1.8738542
-FORMS = {"absorbed": (37, 16, 5, 1), "expanded": (37, 16)}
+FORMS, WIDTHS = ("absorbed", "expanded"), (37, 16, 5, 1)
 
 
 def make_layer(dims: LatentDims = COMPRESSED, **options) -> LatentAttention:
@@ -102,10 +104,8 @@ def test_logits_without_the_correction_of_the_softmax_fail_the_comparison():
     assert min(relative_errors(plain_attention(layer, x, 1.0), plain_attention(layer, x))) > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("form", "width"),
-    [(form, width) for form, widths in FORMS.items() for width in widths],
-)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("form", FORMS)
 def test_through_a_cache_every_cut_gives_the_same_in_both_forms(form: str, width: int):
     layer, x = make_layer(form=form), make_input()
     assert_close(run_cached(layer, x, width, make_cache()), plain_attention(layer, x))
@@ -118,8 +118,7 @@ def test_through_a_cache_every_cut_gives_the_same_in_both_forms(form: str, width
 def test_both_forms_see_latents_as_they_are_stored(codec: str, rope_codec: str):
     x = make_input()
     outs = [
-        run_cached(make_layer(form=form), x, 16, make_cache(codec, rope_codec=rope_codec))
-        for form in ("absorbed", "expanded")
+        run_cached(make_layer(form=form), x, 16, make_cache(codec, rope_codec=rope_codec)) for form in FORMS
     ]
     # Absorbed queries are rounded to multiply raw bfloat16 latents.
     assert_close(*outs, 2**-7 if codec == "bf16" else 1e-5)
@@ -172,13 +171,13 @@ def test_a_gradient_without_a_cache_is_that_of_finite_differences():
     assert slope == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-2)
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_gradient_through_a_cache_is_refused(form: str):
     with pytest.raises(ValueError, match="a gradient through a cache is refused"):
         nnx.grad(loss)(make_layer(form=form), make_input(), make_cache())
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_splits_heads_and_holds_latents_whole(form: str, axis_type: AxisType):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type, axis_type))
@@ -199,6 +198,23 @@ def test_a_mesh_splits_heads_and_holds_latents_whole(form: str, axis_type: AxisT
         alone, _ = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert_close(out, expected)
     assert_close(alone, expected)
+
+
+@pytest.mark.parametrize("name", ["latent", "rope", "key", "value", "query"])
+@pytest.mark.parametrize("size", [0, -1])
+def test_widths_below_one_are_refused(name: str, size: int):
+    dims = dataclasses.replace(COMPRESSED, **{name: size})
+    with pytest.raises(ValueError, match=f"whole and at least 1, got {name} {size}"):
+        make_layer(dims)
+
+
+def test_rows_that_are_not_the_step_s_are_refused():
+    layer, x = make_layer(), make_input()
+    with pytest.raises(ValueError, match=r"input must be \[seq, time, 32\], got \[2, 37, 16\]"):
+        layer(x[..., :16])
+    cache, batch = make_cache(rows=3).begin(jnp.full(3, TIME, jnp.int32), time=TIME)
+    with pytest.raises(ValueError, match=r"tokens are \(3, 37\), got an input of \[2, 37, 32\]"):
+        layer(x, cache, where=(0, 0), batch=batch)
 
 
 def test_a_rotary_embedding_of_another_width_is_refused():

@@ -126,6 +126,7 @@ def test_scores_that_are_all_zero_give_finite_weights():
 @pytest.mark.parametrize(
     ("routing", "message"),
     [
+        (Routing(6, 0), "whole and at least 1, got num_active 0"),
         (Routing(6, 2, num_groups=4), "6 experts, 4 groups"),
         (Routing(6, 2, num_groups=3, num_active_groups=4), "3 groups, 4 in use"),
         (Routing(6, 3, num_groups=3), "use 1 to 2 experts, those in its groups, got 3"),
@@ -135,6 +136,20 @@ def test_scores_that_are_all_zero_give_finite_weights():
 def test_sizes_that_do_not_fit_are_refused(routing: Routing, message: str):
     with pytest.raises(ValueError, match=message):
         check_routing(routing)
+
+
+@pytest.mark.parametrize("name", ["score", "group_score"])
+def test_a_score_of_no_known_name_is_refused(name: str):
+    routing = Routing(6, 2)
+    # Past the runner's own check of types, which users do not have.
+    object.__setattr__(routing, name, "tanh")
+    with pytest.raises(ValueError, match=rf"{name} must be one of \(.*\), got 'tanh'"):
+        check_routing(routing)
+
+
+def test_a_width_of_zero_is_refused():
+    with pytest.raises(ValueError, match="whole and at least 1, got shared_dim 0"):
+        make_moe(Routing(6, 2), shared_dim=0)
 
 
 def make_sharding(axis_type: AxisType = AxisType.Auto, **rules: str) -> Sharding:

@@ -71,6 +71,23 @@ def test_a_frequency_table_of_another_size_is_refused():
         inverse_frequencies(RopeConfig(dim=8, frequency_factors=(1.0, 1.0, 1.0)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"theta": 0.0}, "a finite base above 0, got 0.0"),
+        ({"theta": math.inf}, "a finite base above 0, got inf"),
+        ({"scaling": "ntk"}, r"scaling must be one of \('none', .*\), got 'ntk'"),
+    ],
+)
+def test_a_base_or_a_scaling_that_is_none_is_refused(changes: dict, message: str):
+    config = RopeConfig(dim=8)
+    # Past the runner's own check of types, which users do not have.
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        inverse_frequencies(config)
+
+
 def test_an_odd_number_of_rotated_entries_is_refused():
     with pytest.raises(ValueError, match="even, positive number of rotated entries, got 7"):
         inverse_frequencies(RopeConfig(dim=7))
