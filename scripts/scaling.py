@@ -90,12 +90,13 @@ def sent_bytes(sizes: SizesSection, layout: Layout) -> int:
 
     Attention's output and the MLP's are each summed over their devices, once a layer, and so is the
     embedding; a mixture's sum, shared experts included, goes over the experts' axis too. Tokens that travel
-    are gathered with their choices, and their sums scattered. Stripes leave partial outputs and log-sum-exps.
+    are gathered with their choices, and their sums scattered. Stripes leave partial outputs with their weights, and
+    before these the largest log-sum-exps.
     """
     rows = NUM_SEQUENCES // layout.data
     stream = rows * sizes.embed_dim * _ACTIVATION_BYTES
     num_mixtures = sizes.num_layers - sizes.num_dense_layers
-    partial = rows * sizes.num_heads // layout.model * (sizes.head_dim + 1) * _PARTIAL_BYTES
+    partial = rows * sizes.num_heads // layout.model * (1 + sizes.head_dim + 1) * _PARTIAL_BYTES
     sums = [
         (2 * sizes.num_layers + 1 - num_mixtures, stream, layout.model),
         (num_mixtures, stream, layout.model * layout.expert),

@@ -88,10 +88,10 @@ class Layout:
             self.cache = poison(Cache.dense(self.spec, **sizes))
             return
         # Each shard gives out its pages from the last to the first: enough for those of forks too.
-        num_pages = [3 * self.shard_rows * width // self.num_stripes for width in self.widths]
-        self.cache = poison(Cache.paged(self.spec, num_pages=num_pages, **sizes))
+        self.num_pages = [3 * self.shard_rows * width // self.num_stripes for width in self.widths]
+        self.cache = poison(Cache.paged(self.spec, num_pages=self.num_pages, **sizes))
         shards = NUM_ROWS // self.shard_rows * self.num_stripes
-        self.free = [[list(range(count)) for _ in range(shards)] for count in num_pages]
+        self.free = [[list(range(count)) for _ in range(shards)] for count in self.num_pages]
         tables = [
             np.array([[self.take(group, row, column) for column in range(width)] for row in ROWS])
             for group, width in enumerate(self.widths)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jkv.collectives import assert_collectives
 from jkv.sharding import Sharding
 
 from .compare import assert_close
-from .layouts import CAPACITY, HEAD_DIM, NUM_HEADS, NUM_ROWS, WINDOW, Form, Layout, make_sharding, run_history
+from .layouts import CAPACITY, HEAD_DIM, NUM_HEADS, WINDOW, Form, Layout, make_sharding, run_history
 from .poison import poison
 
 # Rule: mesh axis and devices, outermost first.
@@ -55,8 +56,30 @@ def on_one_device(forms: tuple[Form, ...]) -> tuple[Layout, list[list[np.ndarray
     return run_history(forms, None, is_paged=False)
 
 
+def check_bytes(layout: Layout) -> None:
+    """Check that every device holds the bytes that are planned."""
+    cache, rows = layout.cache, layout.shard_rows
+    device = layout.spec.split_heads(layout.sharding.size("kv_head"))
+    planned = (
+        device.paged_bytes(rows, layout.num_pages) if layout.is_paged else device.dense_bytes(rows, CAPACITY)
+    )
+    assert allocated([pool.replace(page_table=None) for pool in cache.pools]) == {planned}
+    counts = (cache.lengths, cache.peaks, cache.num_dropped)
+    tables = [pool.page_table for pool in cache.pools]
+    assert allocated((tables, counts)) == {device.table_bytes(rows, CAPACITY)}
+
+
+def allocated(tree: Any) -> set[int]:
+    """Return the bytes that each of the eight devices holds of a tree's arrays."""
+    totals = dict.fromkeys(jax.devices(), 0)
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            totals[shard.device] += shard.data.nbytes
+    return set(totals.values())
+
+
 def check_against_one_device(forms: list[Form], index: int) -> None:
-    """Check a history over a mesh, and that a step sends but partial results of stripes."""
+    """Check a history over a mesh, the bytes of each device, and that stripes alone send anything."""
     sharding = make_sharding(
         list(MESHES.values())[index], AxisType.Explicit if index // 2 % 2 else AxisType.Auto
     )
@@ -66,6 +89,7 @@ def check_against_one_device(forms: list[Form], index: int) -> None:
             replace(form, implementation="reference") if form.codec == "bf16" else form for form in forms
         ]
     layout, outs, tokens = run_history(tuple(forms), sharding, is_paged=index % 2 == 1)
+    check_bytes(layout)
     whole, expected, expected_tokens = on_one_device(tuple(forms))
     np.testing.assert_array_equal(layout.cache.lengths, whole.cache.lengths)
     np.testing.assert_array_equal(tokens, expected_tokens)
@@ -115,18 +139,11 @@ def test_a_ragged_step_over_heads_and_stripes_is_that_of_one_device():
     assert split.cache.lengths.tolist() == whole.cache.lengths.tolist() == np.sum(steps, axis=0).tolist()
 
 
-def test_a_cache_over_a_mesh_holds_the_bytes_that_are_planned_and_reads_as_one():
+def test_a_cache_over_a_mesh_reads_as_one():
     forms = (Form(2, "int4"), Form(None, "int8"))
     sharding = make_sharding(MESHES["sequences 2, stripes 2, heads 2"], AxisType.Auto)
     layout, whole = (Layout(forms, each, is_paged=False) for each in (sharding, None))
-    device = layout.spec.split_heads(2)
-    pools = [pool.replace(page_table=None) for pool in layout.cache.pools]
-    allocated = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(pools))
-    assert allocated == device.dense_bytes(NUM_ROWS // 2, CAPACITY)
-    counts = (layout.cache.lengths, layout.cache.peaks, layout.cache.num_dropped)
-    tables = [pool.page_table for pool in layout.cache.pools]
-    allocated = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves((tables, counts)))
-    assert allocated == device.table_bytes(NUM_ROWS // 2, CAPACITY)
+    check_bytes(layout)
     for each in (layout, whole):
         each.step(2 * [12, 7, 12, 1, 0, 12, 5, 9], 0)
     got, expected = to_canonical(layout.cache, sharding=sharding), to_canonical(whole.cache)
