@@ -144,11 +144,12 @@ def test_a_step_of_deepseek_v3_adds_its_experts_up_over_a_cube():
 
 
 @TPU
-def test_stripes_of_a_context_send_partial_results_whatever_its_length(tmp_path: Path, monkeypatch):
+def test_stripes_over_an_explicit_mesh_send_partial_results_whatever_the_context(tmp_path: Path, monkeypatch):
     mesh = tmp_path / "configs" / "meshes" / "stripes.yaml"
     mesh.parent.mkdir(parents=True)
     rules = "rules: {seq: null, page: null, mlp: stripe, vocab: stripe, context: stripe}"
-    mesh.write_text(f"base: single\ntarget: v6e:2x4\naxes: {{model: 2, stripe: 4}}\n{rules}\n")
+    axes = "axis_types: explicit\naxes: {model: 2, stripe: 4}"
+    mesh.write_text(f"base: single\ntarget: v6e:2x4\n{axes}\n{rules}\n")
     monkeypatch.chdir(tmp_path)
     job, costs = find_job("qwen3-0.6b", "stripes", cache="paged-int8"), []
     for tokens in (2048, 8192):
