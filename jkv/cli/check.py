@@ -13,7 +13,7 @@ import tyro
 
 from jkv import ops
 from jkv.axes import LOGICAL_ARRAYS
-from jkv.cli.fits import check_divides, check_packs, weight_sizes
+from jkv.cli.fits import check_divides, check_packs, declared_meshes, weight_sizes
 from jkv.cli.inspect import describe_groups
 from jkv.cli.options import parse
 from jkv.cli.placements import describe_placements
@@ -24,7 +24,6 @@ from jkv.config import (
     config_yaml,
     load_config,
 )
-from jkv.config.compose import section_names
 from jkv.decode.configured import configured_model, configured_scales, configured_spec
 from jkv.models.model_config import ModelConfig, with_kv_copies
 from jkv.models.sizes import config_of
@@ -86,10 +85,7 @@ def simulate_devices(config: DecodeConfig, num_devices: int, model: ModelConfig 
 
 def _fitting_meshes(config: DecodeConfig, num_devices: int, model: ModelConfig) -> Iterator[str]:
     """Find flags of meshes of so many devices that divide the model and its batch."""
-    meshes = [
-        (f"--mesh {name}", load_config("smollm2-cpu", ["--mesh", name]).mesh)
-        for name in section_names("mesh")
-    ]
+    meshes = [(f"--mesh {name}", mesh) for name, mesh in declared_meshes()]
     single = load_config("smollm2-cpu").mesh
     for ways in range(num_devices, 0, -1):
         axes = (("data", num_devices // ways), ("model", ways))

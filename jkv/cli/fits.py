@@ -3,17 +3,27 @@
 Knows sizes; reads no tensor.
 """
 
+import contextlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from math import gcd
 from pathlib import Path
 
 import jax
 
-from jkv.config import ConfigError, DecodeConfig, MeshSection, Place, Problem, SizesSection
+from jkv.config import (
+    ConfigError,
+    DecodeConfig,
+    MeshSection,
+    Place,
+    Problem,
+    SizesSection,
+    load_config,
+)
+from jkv.config.compose import section_names
 from jkv.config.mesh import EQUAL_RULES
 from jkv.decode.batch import read_prompts
 from jkv.decode.configured import configured_plan
@@ -171,6 +181,13 @@ def _either(*remedies: str) -> str:
 def _used_axes(mesh: MeshSection, *, has_experts: bool) -> set[str | None]:
     """Return the mesh axes that split a model or its cache."""
     return {to for rule, to in asdict(mesh.rules).items() if rule != "expert" or has_experts}
+
+
+def declared_meshes() -> Iterator[tuple[str, MeshSection]]:
+    """Find the meshes in reach by their names; what is wrong with a file is told to who names it."""
+    for name in section_names("mesh"):
+        with contextlib.suppress(ConfigError):
+            yield name, load_config("smollm2-cpu", ["--mesh", name]).mesh
 
 
 def check_packs(sizes: SizesSection, weights: Stored, mesh: MeshSection) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from jkv.cache.codec import CODECS, PoolLayout, choose_layout
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.cli.compiled import compile_shown, describe_compiled
-from jkv.cli.fits import check_divides, check_packs
+from jkv.cli.fits import check_divides, check_packs, declared_meshes
 from jkv.cli.options import Flag, check_output, parse_alone
 from jkv.config import CacheSection, CodecName, MeshSection, ModelSection, SizesSection, load_config
 from jkv.config.compose import section_names
@@ -130,8 +130,7 @@ def run(argv: Sequence[str]) -> None:
 
 def write_page(file: Path, settings: Settings) -> None:
     """Write the calculator, and say so on standard error."""
-    loaded = {name: load_preset(name).sizes for name in preset_names()}
-    models = {name: sizes for name, sizes in loaded.items() if sizes is not None}
+    models = {name: model.sizes for name, model in _presets() if model.sizes is not None}
     file.write_text(page(models, settings), encoding="utf-8")
     print(f"wrote {file}", file=sys.stderr)
 
@@ -247,7 +246,7 @@ def make_job(arguments: Arguments) -> Job:
 
 def _targets() -> list[str]:
     """Return the names of the meshes that name a machine."""
-    return [name for name in section_names("mesh") if _mesh(Arguments(mesh=name)).target is not None]
+    return [name for name, mesh in declared_meshes() if mesh.target is not None]
 
 
 def _jobs(arguments: Arguments) -> Iterator[tuple[str, Job]]:
@@ -339,6 +338,13 @@ def load_preset(name: str) -> ModelSection:
     return model
 
 
+def _presets() -> Iterator[tuple[str, ModelSection]]:
+    """Find the presets that can be planned; what is wrong with a file is told to who names it."""
+    for name in preset_names():
+        with contextlib.suppress(ValueError):
+            yield name, load_preset(name)
+
+
 def _mix(arguments: Arguments, sizes: SizesSection | None) -> LengthMix:
     if arguments.context_mix is not None:
         if arguments.context is not None:
@@ -378,8 +384,7 @@ def _model(arguments: Arguments) -> ModelSection | None:
 
 def _preset_of(hub_id: str, names: Sequence[str]) -> ModelSection:
     """Return the preset of a model on the hub, from which nothing is downloaded."""
-    models = [load_preset(name) for name in names]
-    found = next((model for model in models if model.path == hub_id), None)
+    found = next((model for _, model in _presets() if model.path == hub_id), None)
     if found is None:
         raise ValueError(
             f"--model must lie on this machine or be one of {', '.join(names)}, got {hub_id!r}, "

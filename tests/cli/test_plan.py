@@ -259,7 +259,11 @@ COMPILED = ("plan", "--compile", "--model", "llama-3.1-70b", "--context", "8192"
         ((), "--compile needs --model and --mesh; meshes of machines: h100-8, h200-8, tpu7x-4"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_with_the_nearest_that_can(argv: tuple, message: str, refusal):
+def test_what_cannot_be_compiled_is_refused_with_the_nearest_that_can(
+    argv: tuple, message: str, refusal, monkeypatch
+):
+    # With a compiler, what is nearest is compiled first.
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     assert message in refusal(*COMPILED, *argv)
 
 
@@ -270,6 +274,19 @@ def test_a_mesh_that_does_not_divide_is_refused_with_those_that_do(refusal):
     said = refusal("plan", "--compile", "--model", "qwen3-30b-a3b", "--context", "0", "--mesh", "v6e-8")
     assert "--context" in said
     assert "meshes" not in said
+
+
+def test_a_broken_file_of_the_working_folder_is_told_to_who_names_it(refusal, run_jkv, tmp_path, monkeypatch):
+    for folder, text in (("meshes", "target: v7:2x2\naxes: {model: 4}\n"), ("models", "path: mine\n")):
+        (tmp_path / "configs" / folder).mkdir(parents=True)
+        (tmp_path / "configs" / folder / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    assert "mine.yaml:1: mesh.target: must be one of v5e" in refusal(*COMPILED, "--mesh", "mine")
+    assert 'did you mean "v6e-8"' in refusal(*COMPILED, "--mesh", "v6e-9")
+    assert "use --batch 91 or --context" in refusal(*COMPILED, "--mesh", "v6e-8", "--batch", "640")
+    argv = ("plan", "--model", "Qwen/Qwen3-8B", "--batch", "1", "--context", "8", "--html", "plan.html")
+    assert "8,190,735,360 parameters" in run_jkv(*argv)
 
 
 def test_a_compiler_that_is_not_installed_is_named_with_its_extra(refusal, monkeypatch):
