@@ -90,8 +90,8 @@ def sent_bytes(sizes: SizesSection, layout: Layout) -> int:
 
     Attention's output and the MLP's are each summed over their devices, once a layer, and so is the
     embedding; a mixture's sum, shared experts included, goes over the experts' axis too. Tokens that travel
-    are gathered with their choices, and their sums scattered. Stripes leave partial outputs and their weights,
-    and before these the largest log-sum-exps.
+    are gathered with their choices, and their sums scattered. Stripes leave partial outputs and
+    their weights, and before these the largest log-sum-exps.
     """
     rows = NUM_SEQUENCES // layout.data
     stream = rows * sizes.embed_dim * _ACTIVATION_BYTES
