@@ -76,7 +76,8 @@ def run(argv: Sequence[str]) -> None:
         )
     method = f"percentile {percentile}" if arguments.method == "percentile" else arguments.method
     notes = {"method": method, "per": arguments.per, "num_tokens": str(len(tokens))}
-    write_scales(arguments.out, scales, spec, model=stored.fingerprint(), notes=notes)
+    copies = config.mesh.kv_copies
+    write_scales(arguments.out, scales, spec, model=stored.fingerprint(), kv_copies=copies, notes=notes)
     print(f"{arguments.out}: scales by {method} per {arguments.per}, from {len(tokens):,} tokens")
 
 

@@ -124,7 +124,8 @@ def configured_scales(config: DecodeConfig) -> Scales | None:
         return None
     stored = open_configured(config)
     spec = configured_spec(config, stored.config)
-    return read_scales(Path(config.cache.scales), spec, model=stored.fingerprint())
+    path, copies = Path(config.cache.scales), config.mesh.kv_copies
+    return read_scales(path, spec, model=stored.fingerprint(), kv_copies=copies)
 
 
 def configured_spec(config: DecodeConfig, model: ModelConfig, *, max_chunk: int | None = None) -> CacheSpec:

@@ -18,7 +18,13 @@ _FORMAT, _VERSION = "jkv_scales", "1"
 
 
 def write_scales(
-    path: Path, scales: Scales, spec: CacheSpec, *, model: str, notes: Mapping[str, str] = {}
+    path: Path,
+    scales: Scales,
+    spec: CacheSpec,
+    *,
+    model: str,
+    kv_copies: int = 1,
+    notes: Mapping[str, str] = {},
 ) -> None:
     """Write scales as `keys.GROUP` and `values.GROUP` of a safetensors file.
 
@@ -27,10 +33,11 @@ def write_scales(
         scales: for each group of `spec` those of keys and values, where their codec is static.
         spec: the cache that they are for.
         model: fingerprint of the model that they were measured on.
+        kv_copies: neighbouring KV heads of `spec` that are copies of one of the model's, whose scale is kept.
         notes: how they were measured, for people.
     """
     given = {
-        f"{what}.{index}": np.asarray(scale)
+        f"{what}.{index}": np.asarray(scale)[:, ::kv_copies]
         for index, pair in enumerate(scales)
         for what, scale in zip(("keys", "values"), pair, strict=True)
         if scale is not None
@@ -39,8 +46,8 @@ def write_scales(
     write_safetensors(path, given, {_FORMAT: _VERSION, "model": model, **codecs, **notes})
 
 
-def read_scales(path: Path, spec: CacheSpec, *, model: str) -> Scales:
-    """Return the scales of a file for each group of `spec`.
+def read_scales(path: Path, spec: CacheSpec, *, model: str, kv_copies: int = 1) -> Scales:
+    """Return the scales of a file for each group of `spec`, copies of a KV head with that head's.
 
     Raises:
         ValueError: the file is damaged, or was written for another model, other codecs or other sizes.
@@ -57,7 +64,10 @@ def read_scales(path: Path, spec: CacheSpec, *, model: str) -> Scales:
             "run jkv calibrate with it"
         )
     source = SafetensorsSource({path: None})
-    wanted = {name: f"{name} {codec} F32{list(shape)}" for name, (codec, shape) in _wanted(spec).items()}
+    wanted = {
+        name: f"{name} {codec} F32{[layers, heads // kv_copies]}"
+        for name, (codec, (layers, heads)) in _wanted(spec).items()
+    }
     got = {
         name: f"{name} {metadata.get(f'codec.{name}')} {info.encoding}{list(info.shape)}"
         for name, info in source.tensors.items()
@@ -67,7 +77,7 @@ def read_scales(path: Path, spec: CacheSpec, *, model: str) -> Scales:
             f"{path} must hold {', '.join(wanted.values())}, got {', '.join(got.values()) or 'nothing'}; "
             "run jkv calibrate for these codecs"
         )
-    arrays = {name: jnp.array(source.read(name)) for name in wanted}
+    arrays = {name: jnp.repeat(jnp.array(source.read(name)), kv_copies, axis=1) for name in wanted}
     wrong = [name for name, array in arrays.items() if not (jnp.isfinite(array) & (array > 0)).all()]
     if wrong:
         raise ValueError(f"{path} must hold finite, positive scales, got others in {', '.join(wrong)}")

@@ -32,6 +32,20 @@ def test_scales_come_back_for_each_group(file: Path):
             np.testing.assert_array_equal(got, scales)
 
 
+def test_copies_of_kv_heads_have_the_scales_of_their_heads(tmp_path: Path):
+    copied = CacheSpec.create([CacheGroup(2, 6, 8, "int8_static")], page_size=4)
+    own = jnp.arange(1.0, 7.0).reshape(2, 3)
+    both = jnp.repeat(own, 2, axis=1)
+    path = tmp_path / "copied.safetensors"
+    write_scales(path, [(both, 2 * both)], copied, model=MODEL, kv_copies=2)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(path)["keys.0"], own)
+    ((keys, values),) = read_scales(path, copied, model=MODEL, kv_copies=2)
+    np.testing.assert_array_equal(keys, both)
+    np.testing.assert_array_equal(values, 2 * both)
+    with pytest.raises(ValueError, match=r"must hold keys.0 int8_static F32\[2, 6\].*got keys.0 .*\[2, 3\]"):
+        read_scales(path, copied, model=MODEL)
+
+
 def test_the_file_is_one_that_others_read(file: Path):
     arrays = safetensors.numpy.load_file(file)
     assert {name: array.shape for name, array in arrays.items()} == {
