@@ -17,6 +17,7 @@ import tyro
 from jkv.cache.codec import CODECS, PoolLayout
 from jkv.cache.spec import CacheSpec
 from jkv.cli.options import Flag, find_tokenizer, parse_alone, refuse_sizes_alone
+from jkv.layers.rope import RopeConfig
 from jkv.models.decoder import cache_spec
 from jkv.models.load import abstract_decoder, parameter_targets
 from jkv.models.model_config import ModelConfig
@@ -94,7 +95,6 @@ def _tensor_types(stored: StoredModel) -> list[str]:
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
     windows = sorted({window for window in config.windows if window is not None})
-    is_scaled = config.rope.scaling != "none"
     return {
         "family": config.family,
         "layers": config.num_layers,
@@ -107,7 +107,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
         "max_length": config.max_length,
         "windows": windows,
         "windowed_layers": sum(window is not None for window in config.windows),
-        "rope": asdict(config.rope) if is_scaled else {"dim": config.rope.dim, "theta": config.rope.theta},
+        "rope": _rope(config.rope),
         "is_tied": config.is_tied,
         "has_qk_norm": config.has_qk_norm,
         "has_qkv_bias": config.has_qkv_bias,
@@ -115,12 +115,16 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _rope(rope: RopeConfig) -> dict[str, Any]:
+    plain = RopeConfig(dim=rope.dim, theta=rope.theta)
+    return {"dim": rope.dim, "theta": rope.theta} if rope == plain else asdict(rope)
+
+
 def _switches(config: ModelConfig) -> dict[str, Any]:
     """Return what only some families have."""
     mixture = config.mixture
     found = {
-        "window_rope": config.window_rope
-        and {"dim": config.window_rope.dim, "theta": config.window_rope.theta},
+        "window_rope": config.window_rope and _rope(config.window_rope),
         "attention_soft_cap": config.attention_soft_cap,
         "logit_soft_cap": config.logit_soft_cap,
         "has_sinks": config.has_sinks,

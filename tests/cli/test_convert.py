@@ -30,6 +30,8 @@ def test_latents_are_written_with_their_tokenizer_and_decode(run_json, talking_t
     assert abs(shown["text"]["mean_kld"]) < 1e-6
     (inspected,) = run_json("inspect", out, "--json")
     assert inspected["architecture"]["latent"]["has_norm"] is False
+    # Of eight rotated pairs, the frequencies that each had.
+    assert len(inspected["architecture"]["rope"]["frequency_factors"]) == 8
     assert inspected["tokenizer"]["kind"] == "BPE"
     (made,) = run_json("generate", "--model", out, "--prompt", "the ca", "--max-new-tokens", 4, "--json")
     assert len(made["tokens"]) == 4
