@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jkv import ops
 from jkv.cache.cache import Cache, cache_axes, check_shards
 from jkv.cache.encoding import decode
+from jkv.cache.spec import is_whole
 from jkv.pytree import State, pytree
 from jkv.sharding import Sharding
 
@@ -43,10 +44,12 @@ def to_canonical(
     mesh each device has its own sequences and heads, and all stripes of them.
 
     Raises:
-        ValueError: the cache has other shards than the sharding.
+        ValueError: `num_tokens` is none, or the cache has other shards than the sharding.
     """
     check_shards(cache, sharding)
     num_tokens = cache.capacity if num_tokens is None else num_tokens
+    if not is_whole(num_tokens, at_least=1):
+        raise ValueError(f"num_tokens must be whole and at least 1, got {num_tokens}")
 
     def groups(cache: Cache) -> tuple[Any, Any]:
         found = [_group(cache, index, num_tokens, sharding) for index in range(len(cache.pools))]

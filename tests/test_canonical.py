@@ -60,6 +60,8 @@ def test_a_form_of_other_layers_or_rows_is_refused():
         from_canonical(canonical, Cache.dense(two, num_sequences=2, capacity=4))
     with pytest.raises(ValueError, match="lens must have the shapes"):
         from_canonical(canonical, Cache.dense(one, num_sequences=3, capacity=4))
+    with pytest.raises(ValueError, match="num_tokens must be whole and at least 1, got 0"):
+        to_canonical(Cache.dense(one, num_sequences=2, capacity=4), 0)
 
 
 def test_a_window_gives_what_it_still_keeps():

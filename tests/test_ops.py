@@ -11,7 +11,7 @@ import pytest
 from jkv import ops
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
-from jkv.ops.checks import check_options
+from jkv.ops.checks import check_options, check_own, find_group
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe
 
@@ -156,6 +156,32 @@ def test_options_out_of_range_are_refused(options: dict, message: str):
         check_options(jnp.zeros((1, 1, 4, 8)), **{"scale": 1.0} | options)
 
 
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        (jnp.zeros((1, 4, 8)), r"queries must be .* got float32\[1, 4, 8\]"),
+        (jnp.zeros((1, 1, 4, 8), jnp.int32), r"queries must be .* got int32\[1, 1, 4, 8\]"),
+    ],
+)
+def test_queries_of_another_kind_are_refused(query: jax.Array, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_options(query, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ((2, 5, 2, 8), (2, 5, 1, 8), r"of as many heads, got \(2, 5, 4, 8\), \(2, 5, 2, 8\), \(2, 5, 1, 8\)"),
+        ((2, 4, 2, 8), (2, 4, 2, 8), "must be of the same rows and tokens"),
+        ((2, 5, 2), (2, 5, 2, 8), "must be of the same rows and tokens"),
+        ((2, 5, 2, 6), (2, 5, 2, 8), "keys must have the queries' head_dim, 8, got 6"),
+    ],
+)
+def test_rows_of_other_tokens_are_refused_without_a_cache(key: tuple, value: tuple, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_own(make_heads(NUM_HEADS), jnp.zeros(key), jnp.zeros(value))
+
+
 def test_an_implementation_is_named_or_left_to_the_platform():
     assert ops.choose("auto") == "xla"
     assert ops.choose("reference") == "reference"
@@ -253,6 +279,12 @@ def test_auto_attends_to_latents_by_a_tpus_kernel(monkeypatch, caplog):
 def test_a_call_that_cannot_be_computed_is_refused(key, value, where, message: str):
     with pytest.raises(ValueError, match=message):
         attend(make_heads(NUM_HEADS), key, value, where)
+
+
+@pytest.mark.parametrize("layer", [2, jnp.int32(2), jnp.int32(-1)])
+def test_a_layer_that_is_known_is_checked_whatever_it_is(layer):
+    with pytest.raises(ValueError, match=r"layer must be in \[0, 2\) of cache group 0, got (2|-1)"):
+        find_group(make_cache(), (0, layer))
 
 
 def test_heads_and_latents_have_a_door_each():

@@ -130,6 +130,8 @@ class Cache(State):
         Raises:
             ValueError: as `dense`.
         """
+        if not isinstance(num_pages, Sequence):
+            raise ValueError(f"num_pages must be a list with one entry a group, got {num_pages}")
         if not is_whole(num_sequences, capacity, *num_pages, at_least=1):
             raise ValueError(
                 "a paged cache needs at least one sequence, one token and one page, "
@@ -357,6 +359,8 @@ def check_integers(
     Raises:
         ValueError: says what `what` should have been, and what it is.
     """
+    if lists := [type(array).__name__ for array in arrays if not hasattr(array, "dtype")]:
+        raise ValueError(f"{what} must be arrays, got a {lists[0]}")
     got = [np.shape(array) for array in arrays]
     if got != list(shapes):
         raise ValueError(f"{what} must have the shapes {list(shapes)}, got {got}")
@@ -418,7 +422,8 @@ def _check_scales(spec: CacheSpec, scales: Scales | None) -> Scales:
             shape = (group.num_layers, group.num_kv_heads) if codec.scaling == "static" else None
             got = None if scale is None else scale.shape
             if got != shape:
-                raise ValueError(f"calibrated scales of {what} must have the shape {shape}, got {got}")
+                wanted = f"have the shape {shape}" if shape else "be left out where their codec is not static"
+                raise ValueError(f"calibrated scales of {what} must {wanted}, got {got}")
             # Traced ones are taken on trust.
             known = np.ones(1) if scale is None or isinstance(scale, Tracer) else np.asarray(scale)
             if not (np.isfinite(known) & (known > 0)).all():

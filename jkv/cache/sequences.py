@@ -133,7 +133,7 @@ def copy_pages(
     """
     if len(sources) != len(cache.pools):
         raise ValueError(f"pages are copied in each group, got {len(sources)} for {len(cache.pools)}")
-    check_integers("sources", sources, [source.shape for source in sources])
+    check_integers("sources", sources, [np.shape(source) for source in sources])
     check_integers("targets", targets, [source.shape for source in sources])
 
     def local(cache: Cache, stripe: Any, *pages: Int[Array, "_"]) -> Cache:

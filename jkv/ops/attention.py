@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.ops.causal import causal_attention
-from jkv.ops.checks import Where, check_heads, check_options, check_place, check_step, find_group
+from jkv.ops.checks import Where, check_heads, check_options, check_own, check_place, check_step, find_group
 from jkv.ops.choice import Implementation, choose, choose_writer, module_of
 from jkv.ops.pools import recent_keys, stored_pages, turned, write, write_runs
 from jkv.ops.shards import run
@@ -87,6 +87,7 @@ def attend(
             raise ValueError("attention without a cache needs keys and values, got None")
         if batch is not None:
             raise ValueError("a batch is a step of a cache, got a batch and no cache")
+        check_own(query, key, value)
         out, log_sum = causal_attention(
             query, key, value, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
         )

@@ -6,6 +6,7 @@ Knows sizes; every refusal names them.
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
@@ -22,6 +23,11 @@ def check_options(
     query: Any, scale: Any, window: int | None = None, soft_cap: float | None = None, sinks: Any = None
 ) -> None:
     """Refuse options that are out of their range; a traced scale is taken on trust."""
+    if query.ndim != 4 or not jnp.issubdtype(query.dtype, jnp.floating):
+        raise ValueError(
+            "queries must be numbers with a fraction in [row, time, q_head, head_dim], "
+            f"got {query.dtype}{list(query.shape)}"
+        )
     if not isinstance(scale, Tracer) and not np.isfinite(scale).all():
         raise ValueError(f"scale must be finite, got {scale}")
     if window is not None and window < 1:
@@ -30,6 +36,19 @@ def check_options(
         raise ValueError(f"soft_cap must be above 0 and finite, got {soft_cap}; None is none")
     if sinks is not None and sinks.shape != query.shape[2:3]:
         raise ValueError(f"sinks must be one a query head, {query.shape[2:3]}, got {sinks.shape}")
+
+
+def check_own(query: Any, key: Any, value: Any) -> None:
+    """Refuse keys and values that are not those of the queries' tokens, where there is no cache."""
+    shapes = [array.shape for array in (query, key, value)]
+    places = {shape[:2] for shape in shapes}
+    if {len(shape) for shape in shapes} != {4} or len(places) > 1 or key.shape[2] != value.shape[2]:
+        raise ValueError(
+            "without a cache queries, keys and values must be of the same rows and tokens, keys and values "
+            f"of as many heads, got {', '.join(map(str, shapes))}"
+        )
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(f"keys must have the queries' head_dim, {query.shape[3]}, got {key.shape[3]}")
 
 
 def check_place(
@@ -74,7 +93,7 @@ def find_group(cache: Cache, where: Where) -> CacheGroup:
     if not 0 <= group < len(cache.pools):
         raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
     spec = cache.spec.groups[group]
-    if isinstance(layer, int) and not 0 <= layer < spec.num_layers:
+    if not isinstance(layer, Tracer) and not 0 <= layer < spec.num_layers:
         raise ValueError(f"layer must be in [0, {spec.num_layers}) of cache group {group}, got {layer}")
     return spec
 

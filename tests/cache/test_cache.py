@@ -1,6 +1,7 @@
 """The cache as a value: where tokens go, what is refused, what a truncation leaves."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from jkv import ops
 from jkv.cache import sequences
-from jkv.cache.cache import Cache
+from jkv.cache.cache import Cache, check_integers
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.sharding import Sharding
 
@@ -345,6 +346,8 @@ def test_calibrated_scales_are_asked_for_and_copied():
     with pytest.raises(ValueError, match=r"scales of keys must have the shape \(2, 2\), got None"):
         Cache.dense(spec, num_sequences=1, capacity=4)
     scales = jnp.ones((2, NUM_HEADS))
+    with pytest.raises(ValueError, match=r"must be left out where their codec is not static, got \(2, 2\)"):
+        Cache.dense(make_spec(num_layers=2), num_sequences=1, capacity=4, scales=[(scales, None)])
     for wrong in (0.0, -1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="scales of values must be finite and positive"):
             Cache.dense(spec, num_sequences=1, capacity=4, scales=[(scales, scales.at[1, 1].set(wrong))])
@@ -376,6 +379,15 @@ ONE = jnp.ones(1, jnp.int32)
 def test_what_has_not_one_entry_a_sequence_is_refused_and_not_broadcast(call, message: str):
     with pytest.raises(ValueError, match=message):
         call(make_cache(rows=2))
+
+
+def test_lists_in_the_place_of_arrays_are_refused():
+    """Past the annotations, which the suite checks and users do not."""
+    with pytest.raises(ValueError, match="rows must be arrays, got a list"):
+        check_integers("rows", [[1, 0]], [(2,)])
+    paged = inspect.unwrap(Cache.paged.__func__)
+    with pytest.raises(ValueError, match="num_pages must be a list with one entry a group, got 3"):
+        paged(Cache, make_spec(), num_sequences=2, capacity=8, num_pages=3)
 
 
 def test_a_sequence_that_continues_no_row_is_empty():
