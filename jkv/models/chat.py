@@ -13,13 +13,16 @@ from jinja2 import ext, nodes, parser, sandbox
 
 type Message = Mapping[str, Any]
 
-# What a template can raise on messages that it is not made for; a macro may call itself for ever.
+# What a template can raise, being no Jinja or not made for the messages: filters assert, blocks may be nested
+# deeper than Python's, and a macro may call itself for ever.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
+    AssertionError,
     AttributeError,
     LookupError,
-    RecursionError,
+    RuntimeError,
+    SyntaxError,
     TypeError,
     ValueError,
 )
@@ -41,7 +44,7 @@ class ChatTemplate:
         self._named_tokens = named_tokens
         try:
             self._template = _make_environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except _TEMPLATE_ERRORS as error:
             raise ValueError(f"the chat template must be Jinja, but does not compile: {error}") from error
 
     def render(

@@ -56,6 +56,7 @@ def test_the_date_is_of_now_unless_given():
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages[0].content | truncate(1) }}", "expected length"),
     ],
 )
 def test_what_a_template_raises_is_one_value_error(source, reason):
@@ -63,6 +64,10 @@ def test_what_a_template_raises_is_one_value_error(source, reason):
         ChatTemplate(source).render([{"role": "user", "content": "hi"}])
 
 
-def test_a_broken_template_is_refused():
+@pytest.mark.parametrize(
+    "source",
+    ["{% for %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}", "{% for b in a %}" * 30 + "{% endfor %}" * 30],
+)
+def test_a_broken_template_is_refused(source):
     with pytest.raises(ValueError, match="must be Jinja, but does not compile"):
-        ChatTemplate("{% for %}")
+        ChatTemplate(source)
