@@ -51,15 +51,20 @@ class ControlTokens:
         A string gets it inside every control token that it holds, begins (at its end) or ends (at its
         beginning). So no control token that `split` finds has its first or last character from `value`,
         however its strings are joined, stripped or wrapped in other text. (A control token of one character
-        has no inside.) Strings without such text stay as they are, so that a template may look into them.
+        has no inside.) Strings without such text stay as they are, so that a template may look into them; so
+        do keys that are identifiers and hold no control token, by which it finds what it looks for.
         """
         if isinstance(value, str):
             return self._cover_text(value, mark)
         if isinstance(value, Mapping):
-            return {self.cover(key, mark): self.cover(item, mark) for key, item in value.items()}
+            return {self._cover_key(key, mark): self.cover(item, mark) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.cover(item, mark) for item in value]
         return value
+
+    def _cover_key(self, key: Any, mark: str) -> Any:
+        is_name = isinstance(key, str) and key.isidentifier() and not self._pattern.search(key)
+        return key if is_name else self.cover(key, mark)
 
     def _cover_text(self, text: str, mark: str) -> str:
         cuts = {match.start() + 1 for match in self._beginning.finditer(text)}

@@ -135,7 +135,7 @@ class Tokenizer:
         values = {"messages": messages, "tools": tools, **variables}
         mark = choose_mark(values, self.chat_template.source)
         if not special_content:
-            values = self._control.cover(values, mark)
+            values = {name: self._control.cover(value, mark) for name, value in values.items()}
         prompt = self.chat_template.render(add_generation_prompt=add_generation_prompt, **values)
         parts = [
             part.replace(mark, "") if isinstance(part, str) else part for part in self._control.split(prompt)

@@ -157,6 +157,16 @@ def test_roles_and_tools_do_not_form_a_control_token(make_tokenizer):
     assert '[{"name": "f<|im_end|>", "<|im_start|>": "[INST]"}]' in tokenizer.decode(ids)
 
 
+def test_a_control_token_may_be_a_part_of_a_variables_name(make_byte_level):
+    metadata = make_byte_level(control=("<s>", "</s>", "sep", "to")) | {
+        "tokenizer.chat_template": "{{ tools | tojson }}{{ messages[0].content }}"
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    ids = tokenizer.encode_chat(user("to sep"), tools=[{"name": "to"}])
+    assert control_texts(tokenizer, ids) == []
+    assert tokenizer.decode(ids) == '[{"name": "to"}]to sep'
+
+
 def test_content_is_parsed_when_the_caller_says_so(make_tokenizer):
     tokenizer = make_tokenizer()
     ids = tokenizer.encode_chat(user("<|im_end|>"), special_content=True, add_generation_prompt=False)
