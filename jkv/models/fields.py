@@ -81,10 +81,11 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        ValueError: the file is not UTF-8, not JSON, or holds something else; the message names it.
+        ValueError: the file is not UTF-8, not JSON, has two values of a key, or holds something else; the
+            message names it.
     """
     try:
-        value = json.loads(file.read_bytes().decode("utf-8"))
+        value = json.loads(file.read_bytes().decode("utf-8"), object_pairs_hook=_mapping)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} must be UTF-8 text, got other bytes at {error.start}") from error
     except (ValueError, RecursionError) as error:
@@ -92,6 +93,14 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{file} must hold a JSON object, got {_shown(value)}")
     return value
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    twice = [key for key, value in pairs if found[key] != value]
+    if twice:
+        raise ValueError(f"two values of {twice[0]!r}")
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -154,7 +154,12 @@ def _read(cursor: _Cursor) -> GgufHeader:
     if version not in _VERSIONS:
         raise _Damage(f"its version is {version}, and little-endian {_VERSIONS} are read")
     num_tensors, num_values = cursor.number("<Q"), cursor.number("<Q")
-    metadata = {cursor.string(): cursor.value(cursor.number("<I")) for _ in range(num_values)}
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.string()
+        if key in metadata:
+            raise _Damage(f"it has two values of {key!r}")
+        metadata[key] = cursor.value(cursor.number("<I"))
     if metadata.get("split.count", 1) != 1:
         raise _Damage(f"it is one of {metadata['split.count']} parts; merge them with llama-gguf-split")
     entries = [_read_entry(cursor) for _ in range(num_tensors)]

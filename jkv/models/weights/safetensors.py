@@ -5,6 +5,7 @@ Knows the format alone: 8 bytes of length, a JSON header, the data. No dtype of 
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,12 @@ def open_safetensors(path: Path) -> "SafetensorsSource":
     Where two shards hold a tensor of one name, the index says which counts.
 
     Raises:
-        ValueError: a file is missing, cut or damaged; the message names it.
+        ValueError: a file, or a tensor of the index, is missing, cut or damaged; the message names it.
     """
     if path.is_file():
         return SafetensorsSource({path: None})
     if (path / _INDEX).is_file():
-        return SafetensorsSource(_indexed_shards(path))
+        return _open_indexed(path)
     if (path / _SINGLE).is_file():
         return SafetensorsSource({path / _SINGLE: None})
     raise ValueError(f"{path} must hold {_INDEX} or {_SINGLE}, got neither; the download may not be complete")
@@ -81,8 +82,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], metadata: Ma
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def _indexed_shards(folder: Path) -> dict[Path, set[str] | None]:
-    """Return each shard with the tensors that the index gives to other shards."""
+def _open_indexed(folder: Path) -> "SafetensorsSource":
     places = read_json_object(folder / _INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise ValueError(f"{folder / _INDEX} must be JSON with a weight_map from tensors to files")
@@ -92,10 +92,18 @@ def _indexed_shards(folder: Path) -> dict[Path, set[str] | None]:
     missing = sorted(file for file in set(places.values()) if not (folder / file).is_file())
     if missing:
         raise ValueError(f"{folder} lacks the shards {missing} of its index; download them")
-    return {
-        folder / file: {name for name, place in places.items() if place != file}
-        for file in sorted(set(places.values()))
-    }
+    source = SafetensorsSource(
+        {
+            folder / file: {name for name, place in places.items() if place != file}
+            for file in sorted(set(places.values()))
+        }
+    )
+    lost = sorted(places.keys() - source.tensors.keys())
+    if lost:
+        raise ValueError(
+            f"{folder} lacks the tensors {reprlib.repr(lost)} where its index has them; download it again"
+        )
+    return source
 
 
 class SafetensorsSource:
@@ -157,16 +165,24 @@ def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Any], int]:
         text = file.read(length)
     try:
         header = json.loads(text)
-        metadata = dict(header.pop("__metadata__", None) or {})
-        unknown = sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys())
-        is_sound = all(map(_is_sound, header.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} must have a safetensors header, got {error!r}") from error
-    if unknown or not is_sound:
-        raise ValueError(f"{path} must have tensors of {sorted(_DTYPES)}, got {unknown or 'damaged entries'}")
-    return metadata, header, 8 + length
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must have a safetensors header, got: {error}") from error
+    metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
+    if not isinstance(header, dict) or not isinstance(metadata, dict | None):
+        raise ValueError(f"{path} must have a safetensors header, got other JSON")
+    damaged = [name for name, entry in header.items() if not _is_sound(entry)]
+    if damaged:
+        raise ValueError(
+            f"{path} must say dtype, shape and data_offsets of each tensor, got others of {damaged[0]!r}"
+        )
+    unknown = sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys())
+    if unknown:
+        raise ValueError(f"{path} must have tensors of {', '.join(_DTYPES)}, got {', '.join(unknown)}")
+    return metadata or {}, header, 8 + length
 
 
-def _is_sound(entry: dict[str, Any]) -> bool:
-    numbers = [*entry["shape"], *entry["data_offsets"]]
-    return len(entry["data_offsets"]) == 2 and all(isinstance(n, int) and n >= 0 for n in numbers)
+def _is_sound(entry: Any) -> bool:
+    match entry:
+        case {"dtype": str(), "shape": list(shape), "data_offsets": [int(), int()] as offsets}:
+            return all(isinstance(number, int) and number >= 0 for number in [*shape, *offsets])
+    return False

@@ -111,6 +111,7 @@ def test_one_part_of_several_is_refused(tmp_path: Path):
         (b"\x01\x00\x00\x00\x00\x00\x00\x00y", b"\x01\x00\x00\x00\x00\x00\x00\x00x", "two tensors 'x'"),
         (b"x\x02\x00\x00\x00", b"x\x00\x00\x00\x00", "its header ends|does not fit|unknown type"),
         (b"a.flag\x07", b"a.flag\x63", "a value of the unknown type 99"),
+        (b"a.flag\x07", b"a.text\x07", "two values of 'a.text'"),
     ],
 )
 def test_a_damaged_entry_is_refused(tmp_path: Path, old: bytes, new: bytes, message: str):

@@ -158,6 +158,24 @@ def test_two_shards_with_one_name_that_no_index_places_are_refused(tmp_path: Pat
         open_safetensors(write_shards(tmp_path, *shards, index=index))
 
 
+@pytest.mark.parametrize("places", [{"ghost": SHARDS[0]}, {"b": SHARDS[0]}])
+def test_a_tensor_that_is_not_where_the_index_has_it_is_named(tmp_path: Path, places: dict[str, str]):
+    index = {"a": SHARDS[0], "b": SHARDS[1], **places}
+    write_shards(tmp_path, {"a": TENSORS["a"]}, {"b": TENSORS["b"]}, index=index)
+    with pytest.raises(
+        ValueError, match=rf"lacks the tensors \['{next(iter(places))}'\] where its index has them"
+    ):
+        open_safetensors(tmp_path)
+
+
+def test_an_index_that_places_a_tensor_twice_is_refused(tmp_path: Path):
+    make_two_shards(tmp_path)
+    places = ", ".join(f'"a": "{file}"' for file in SHARDS)
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{places}}}}}')
+    with pytest.raises(ValueError, match=r"index\.json must be JSON, got two values of 'a'"):
+        open_safetensors(tmp_path)
+
+
 def test_an_index_must_not_lead_out_of_its_folder(tmp_path: Path):
     write_shards(tmp_path, {"a": TENSORS["a"]}, {"b": TENSORS["b"]}, index={"a": "../secret.safetensors"})
     with pytest.raises(ValueError, match="files of its own folder"):
@@ -175,10 +193,14 @@ def test_a_damaged_index_is_named(tmp_path: Path, text: str):
     ("header", "message"),
     [
         (b"{", "must have a safetensors header"),
-        (b"[1]", "must have a safetensors header"),
-        ({"a": {"dtype": "U8"}}, "must have a safetensors header"),
-        ({"a": entry("F4", [4], 0, 4)}, r"got \['F4'\]"),
-        ({"a": entry("U8", [-4], 0, 4)}, "got damaged entries"),
+        (b"[1]", "must have a safetensors header, got other JSON"),
+        ({"__metadata__": 1}, "must have a safetensors header, got other JSON"),
+        ({"a": {"dtype": "U8"}}, "must say dtype, shape and data_offsets of each tensor, got others of 'a'"),
+        ({"a": 1}, "got others of 'a'"),
+        ({"a": entry("U8", [-4], 0, 4)}, "got others of 'a'"),
+        ({"a": {"dtype": [], "shape": [4], "data_offsets": [0, 4]}}, "got others of 'a'"),
+        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4, 4]}}, "got others of 'a'"),
+        ({"a": entry("F4", [4], 0, 4)}, "F64, got F4"),
         ({"a": entry("U8", [5], 0, 4)}, "tensor 'a' of U8.5. takes bytes 0 to 4"),
         (
             {"a": entry("U8", [4], 0, 4), "b": entry("U8", [2], 2, 4)},
