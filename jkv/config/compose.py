@@ -116,7 +116,8 @@ def _locate(name: str, library: _Library, place: Place, key: str, problems: list
         folder = Path() if place == COMMAND_LINE else Path(place.file).parent
         file = folder / name
         if not file.is_file():
-            problems.append(Problem(place, key, f"must be a file, got {display(file)}, which does not exist"))
+            found = "is a folder" if file.is_dir() else "does not exist"
+            problems.append(Problem(place, key, f"must be a file, got {display(file)}, which {found}"))
             return None
         return file
     file = library.find(name)

@@ -136,9 +136,11 @@ def _wanted(form: str) -> str:
     """Say tyro's `{None}|INT|{auto}` in words."""
     words = {"INT": "a whole number", "FLOAT": "a number", "STR": "text", "PATH": "a path"}
     if form.startswith("["):
-        return (
-            f"{form.split()[0].strip('[]').replace('INT', 'whole numbers').replace('STR', 'text')} and so on"
-        )
+        # Written again and again, alone as `[INT [INT ...]]` or by turns as `[STR INT [STR INT ...]]`.
+        kinds = form[1:].split(" [")[0].split()
+        if len(kinds) > 1:
+            return f"{', then '.join(words[kind] for kind in kinds)}, and so on"
+        return f"{kinds[0].replace('INT', 'whole numbers').replace('STR', 'text')} and so on"
     kinds = [word.strip("{}") for word in form.split("|") if word != "{None}"]
     return " or ".join(words.get(kind, kind.replace(",", " or ")) for kind in kinds)
 

@@ -216,6 +216,8 @@ def test_a_missing_name_is_told_with_the_nearest(tmp_path):
     assert messages(file) == [wanted]
     assert 'did you mean "smollm2-cpu"?' in messages("smollm-cpu")[0]
     assert "which does not exist" in messages(tmp_path / "none.yaml")[0]
+    (tmp_path / "some.yaml").mkdir()
+    assert "which is a folder" in messages(tmp_path / "some.yaml")[0]
 
 
 def test_a_base_that_leads_to_itself_is_refused(tmp_path):
@@ -310,6 +312,10 @@ def test_flags_take_whole_sections_by_name():
         (
             ["--engine.prefill-buckets", "x"],
             "--engine.prefill-buckets: must be whole numbers and so on, got 'x'",
+        ),
+        (
+            ["--mesh.axes", "data", "x"],
+            "--mesh.axes: must be text, then a whole number, and so on, got 'data', 'x'",
         ),
         (["--engine.seed"], "--engine.seed: must be followed by a value"),
         (["--cache.page-size", "0"], "cache.page_size: must be greater than 0, got 0"),
