@@ -25,7 +25,6 @@ from jkv.decode.generate import Decoding
 from jkv.decode.params import require_whole
 from jkv.decode.score import Score, score
 from jkv.models.load import LanguageModel, load_tokenizer
-from jkv.models.weights.locate import resolve_model
 
 # What needs no scales; then keys and values in different codecs.
 _EVERY = [name for name, codec in CODECS.items() if codec.scaling != "static"]
@@ -184,7 +183,7 @@ def read_tokens(arguments: Arguments, model: str) -> Int[np.ndarray, "batch time
         raise ValueError(f"--max-tokens must be at least 2, got {arguments.max_tokens}")
     if arguments.text is not None and arguments.tokens is None:
         text = read_text(arguments.text)
-        tokens = np.array([load_tokenizer(resolve_model(model)).encode(text)], np.int32)
+        tokens = np.array([load_tokenizer(model).encode(text)], np.int32)
     elif arguments.tokens is not None and arguments.text is None:
         tokens = _read_array(arguments.tokens)
     else:

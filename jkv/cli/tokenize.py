@@ -11,7 +11,6 @@ from typing import Any
 from jkv.cli.options import Flag, parse_alone
 from jkv.models.load import load_tokenizer
 from jkv.models.tokenizer import Tokenizer
-from jkv.models.weights.locate import resolve_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class Arguments:
 def run(argv: Sequence[str]) -> None:
     """Tokenize as the command line says, and print the tokens."""
     arguments = parse_alone(Arguments, argv, "tokenize")
-    tokenizer = load_tokenizer(resolve_model(arguments.model))
+    tokenizer = load_tokenizer(arguments.model)
     shown = tokenize(tokenizer, arguments.text, special=arguments.special)
     if arguments.json:
         print(json.dumps(shown))

@@ -21,7 +21,7 @@ from jkv.models.model_config import ModelConfig
 from jkv.models.step import StepFunction, Weights, split_model
 from jkv.models.tokenizer import Tokenizer
 from jkv.models.tokenizer_files import read_tokenizer
-from jkv.models.weights.locate import ModelLocation
+from jkv.models.weights.locate import ModelLocation, resolve_model
 from jkv.models.weights.model import open_model
 from jkv.sharding import Sharding
 
@@ -116,12 +116,16 @@ def make_model(
     return LanguageModel(config, step, weights, None)
 
 
-def load_tokenizer(location: ModelLocation) -> Tokenizer:
+def load_tokenizer(model: str | Path | ModelLocation) -> Tokenizer:
     """Load the tokenizer that belongs to a model's files.
 
+    Args:
+        model: as `load_model` takes it, or where its files lie.
+
     Raises:
-        ValueError: there is none, or it is of a kind that jkv does not read.
+        ValueError: the model is not found, or has no tokenizer or one of a kind that jkv does not read.
     """
+    location = model if isinstance(model, ModelLocation) else resolve_model(model)
     return read_tokenizer(location.path)
 
 

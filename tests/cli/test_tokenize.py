@@ -5,7 +5,6 @@ import pytest
 
 from jkv.cli import tokenize
 from jkv.models.load import load_tokenizer
-from jkv.models.weights.locate import resolve_model
 
 CASES = Path(__file__).parents[1] / "golden" / "smollm2" / "tokens.json"
 
@@ -28,7 +27,7 @@ def test_a_model_without_a_tokenizer_is_refused(refusal, tiny):
 
 @pytest.mark.model
 def test_smollm2_s_tokens_are_the_reference_s(run_json, monkeypatch):
-    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
+    tokenizer = load_tokenizer("smollm2-135m")
     # Read once for all cases.
     monkeypatch.setattr(tokenize, "load_tokenizer", lambda location: tokenizer)
     for case in json.loads(CASES.read_text(encoding="utf-8")):
