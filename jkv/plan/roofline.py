@@ -121,8 +121,8 @@ def _share(deployment: Deployment, part: Parameters) -> float:
     return experts.num_active / experts.num_experts if experts and is_expert else 1.0
 
 
-def _attention_flops(deployment: Deployment, width: int) -> int | Fraction:
-    """Return the operations of one sequence's attention in all layers, at its full length.
+def _attention_flops(deployment: Deployment, width: int) -> Fraction:
+    """Return the operations of one sequence's attention in all layers, at its full length, or of its stripe.
 
     Latents are attended with the up-projections absorbed, of which `_matrices` has the products.
     """
@@ -139,4 +139,4 @@ def _attention_flops(deployment: Deployment, width: int) -> int | Fraction:
             return length if window is None else min(length, window)
 
         total += 2 * width * group.num_layers * heads * (key + value) * deployment.mix.mean(seen)
-    return total
+    return Fraction(total) / deployment.mesh.shards("context")

@@ -46,6 +46,16 @@ def test_devices_share_a_step_s_work():
     assert 8 * step_bytes(shared, 8, width=1) == step_bytes(whole, 4, width=1)
 
 
+def test_a_stripe_attends_to_its_own_part_of_a_sequence():
+    whole = make_deployment("llama-3.1-70b")
+    mesh = MeshSection((("stripe", 4),), "auto", MeshRules(context="stripe"))
+    striped = replace(whole, mesh=mesh, spec=replace(whole.spec, num_stripes=4))
+    attention = 2 * 4 * 80 * 64 * 128 * 8192
+    assert step_flops(whole, 2, width=1) - step_flops(striped, 2, width=1) == attention * 3 // 4
+    held = 2 * 8192 * 327_680
+    assert step_bytes(whole, 2, width=1) - step_bytes(striped, 2, width=1) == held * 3 // 4
+
+
 def test_experts_count_by_the_tokens_that_are_sent_to_them():
     deployment = make_deployment("deepseek-v3")
     sizes = deployment.sizes
