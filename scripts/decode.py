@@ -32,5 +32,10 @@ def main(name: str, prompt: str, *overrides: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    main(*sys.argv[1:])
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
