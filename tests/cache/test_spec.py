@@ -37,7 +37,7 @@ def test_dense_bytes_are_two_b_s_l_h_d_p():
     assert spec.dense_bytes(32, 8192) == 2 * 32 * 8192 * 80 * 8 * 128 * 2 == 80 * 2**30
 
 
-@pytest.mark.parametrize("layout", ["plain", "tpu"])
+@pytest.mark.parametrize("layout", ["plain", "tpu", "gpu"])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_is_planned_is_what_gets_allocated(codec: str, window: int | None, layout: PoolLayout):
