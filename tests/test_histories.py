@@ -80,10 +80,10 @@ def run_history(form: Form, known: Sequence[np.ndarray] = ()) -> list[tuple[np.n
     history.fork([0, 0, 2])
     results += [history.append([1, 1, 1]), history.append([5, 2, 4], chunk)]
     history.truncate([page + 1, page - 1, 1])
-    results += [history.append([3, 4, page], page), history.append([1, 0, 1])]
+    results += [history.append([3, 4, chunk], chunk), history.append([1, 0, 1])]
     history.clear(2)
     history.fork([1, 0, 0])
-    results += [history.append([1, 1, 1]), history.append([page, 3, 7], page)]
+    results += [history.append([1, 1, 1]), history.append([chunk, 3, 7], chunk)]
     return results
 
 
