@@ -188,6 +188,19 @@ def test_an_implementation_is_named_or_left_to_the_platform():
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pallas_tpu", "attention 'pallas_tpu' runs on TPUs, got cpu; use 'auto'"),
+        ("pallas_gpu", "attention 'pallas_gpu' runs on GPUs of compute capability 9.0, got cpu; use 'auto'"),
+    ],
+)
+def test_a_kernel_by_name_is_refused_by_platform_before_shapes(name: ops.Implementation, message: str):
+    cache, batch = make_cache().begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
+    with pytest.raises(ValueError, match=message):
+        ops.attend(*make_rows(), cache, (0, 0), batch, scale=1.0, implementation=name)
+
+
+@pytest.mark.parametrize(
     ("capability", "head_dim", "chosen", "said"),
     [
         ("9.0", 64, "pallas_gpu", "auto -> pallas_gpu"),

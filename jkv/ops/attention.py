@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from jkv.cache.batch import TokenBatch
@@ -100,7 +101,8 @@ def attend(
     if spec.kind != "gqa":
         raise ValueError(f"cache group {group} holds latents: call `attend_latent`")
     check_heads(spec, key, value)
-    writer = choose_writer(implementation, sharding and sharding.device)
+    device = _device_of(query, sharding)
+    writer = choose_writer(implementation, device)
     if query.shape[-1] != spec.head_dim:
         raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
 
@@ -122,7 +124,7 @@ def attend(
             stripe,
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
+        chosen = choose(implementation, arguments, tiling, device)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, log_sum = module_of(chosen, arguments).paged_attention(
             arguments,
@@ -191,7 +193,8 @@ def attend_latent(
     if spec.kind != "latent":
         raise ValueError(f"cache group {group} holds keys and values: call `attend`")
     check_heads(spec, latent[:, :, None], rope[:, :, None])
-    writer = choose_writer(implementation, sharding and sharding.device)
+    device = _device_of(query, sharding)
+    writer = choose_writer(implementation, device)
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
         query, rope_query, latent, rope, up = heads
@@ -209,7 +212,7 @@ def attend_latent(
             stripe,
         )
         latent_attention.check(arguments, num_pages=pool.num_pages, window=window)
-        chosen = choose(implementation, arguments, tiling, sharding and sharding.device)
+        chosen = choose(implementation, arguments, tiling, device)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, log_sum = module_of(chosen, arguments).latent_attention(
             arguments, num_pages=pool.num_pages, scale=scale, window=window, **options
@@ -256,3 +259,10 @@ def append(
     heads = ("seq", None, spec.head_axis, None)
     _, _, written = run(local, (key, value), (heads, heads), cache, where, batch, sharding)
     return written
+
+
+def _device_of(array: jax.Array, sharding: Sharding | None) -> Any:
+    """Return a device that a call runs on; None where it is traced for whatever device."""
+    if sharding is not None:
+        return sharding.device
+    return None if isinstance(array, Tracer) else next(iter(array.devices()))

@@ -17,6 +17,8 @@ from kernels_pallas.paged_attention import PagedArguments, Tiling
 Chosen = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 Implementation = Literal["auto", Chosen]
 
+# What kernels are for.
+_DEVICES = {"pallas_tpu": "TPUs", "pallas_gpu": "GPUs of compute capability 9.0"}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -34,11 +36,11 @@ def choose(
         implementation: `auto`, or one by name.
         arguments: the call; None asks for the platform's choice, whatever is called.
         tiling: of the call.
-        device: that the program is for; None is this process's. A program without a mesh that is for another
-            device names its kernel.
+        device: that the program is for; None is this process's, or any for which a kernel is named: a
+            program without a mesh that is for another device names its kernel.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or that of another device's kernel than `device`.
     """
     names = get_args(Implementation)
     if implementation not in names:
@@ -46,6 +48,11 @@ def choose(
             f"attention implementation must be one of {', '.join(names)}, got {implementation!r}"
         )
     if implementation != "auto":
+        if implementation in _DEVICES and device is not None and _kernel_of(device) != implementation:
+            raise ValueError(
+                f"attention {implementation!r} runs on {_DEVICES[implementation]}, got {device.device_kind}; "
+                "use 'auto'"
+            )
         return implementation
     device = jax.local_devices()[0] if device is None else device
     kernel = _kernel_of(device)
