@@ -36,7 +36,9 @@ CHECKED = {
 CHECKED_LATENTS = {
     "latent_128_heads": Shape(128, 1, LATENT_DIM, page_size=64, time=1, totals=(1, 700, 5000)),
     "latent_16_heads": Shape(16, 1, LATENT_DIM, page_size=16, time=4, totals=(4, 700, 0, 5000), window=1024),
+    "latent_prefill": Shape(16, 1, LATENT_DIM, page_size=64, time=100, totals=(100, 3000, 0)),
 }
+LATENT_CODECS = ("bf16", "int8", "fp8_e4m3", "int4_token")
 
 
 def encode(numbers: jax.Array, codec: str) -> Pages:
@@ -121,11 +123,11 @@ def check(name: str, shape: Shape, codec: str, tiling: Tiling) -> dict[str, Any]
     return {"check": name, "codec": codec, **errors}
 
 
-def check_latents(name: str, shape: Shape) -> dict[str, Any]:
+def check_latents(name: str, shape: Shape, codec: str) -> dict[str, Any]:
     """Compare a call over latents with its definition; they are made as keys whose last part is rotated."""
     paged, num_pages = make_call(dataclasses.replace(shape, head_dim=LATENT_DIM + ROPE_DIM), "bf16")
     query, keys = paged.query, paged.keys.data
-    pages = Pages(keys[..., :LATENT_DIM]), Pages(keys[..., LATENT_DIM:])
+    pages = encode(keys[..., :LATENT_DIM].astype(jnp.float32), codec), Pages(keys[..., LATENT_DIM:])
     arguments = LatentArguments(query[..., :LATENT_DIM], query[..., LATENT_DIM:], *pages, *paged[3:7])
     rounded = arguments._replace(
         query=arguments.query.astype(jnp.bfloat16), rope_query=arguments.rope_query.astype(jnp.bfloat16)
@@ -134,7 +136,7 @@ def check_latents(name: str, shape: Shape) -> dict[str, Any]:
     implementations = latent_gpu.latent_attention, latent_attention.reference
     return {
         "check": name,
-        "codec": "bf16",
+        "codec": codec,
         **compare(*implementations, arguments, rounded, **options),
     }
 
@@ -158,8 +160,9 @@ def checks(
             if only in f"{name}_{codec}" and (line := check(name, shape, codec, tiling)) is not None:
                 yield line
     for name, shape in latents.items():
-        if only in name:
-            yield check_latents(name, shape)
+        for codec in LATENT_CODECS:
+            if only in f"{name}_{codec}":
+                yield check_latents(name, shape, codec)
 
 
 def named_checks(only: str, *, is_interpreted: bool) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jkv.cache.codec import find_codecs
+from jkv.cache.codec import CODECS, Codec, find_codecs
 from jkv.targets import target
 from kernels_pallas.hopper.blocks import BLOCK_TOKENS
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
@@ -62,7 +62,13 @@ PAGED = [
     ("bf16", 128, 64, 8, 4),
 ]
 # Of DeepSeek-V3: codec, page_size, query heads
-LATENT = [("bf16", 64, 128), ("bf16", 16, 16), ("fp8_e4m3", 64, 128), ("int8", 64, 128)]
+LATENT = [
+    ("bf16", 64, 128),
+    ("bf16", 16, 16),
+    ("fp8_e4m3", 64, 128),
+    ("int8", 64, 128),
+    ("int4_token", 64, 128),
+]
 # Warp groups of the kernel of latents.
 LATENT_GROUPS = 2
 BOUNDS = ["memory", "issue", "tensor", "special"]
@@ -139,22 +145,24 @@ def main() -> None:
     for codec, head_dim, page_size, group, time in PAGED if options.kernel != "latent" else ():
         shape = Shape(8 * group, 8, head_dim, page_size, time)
         compile_case = functools.partial(compile_paged, mesh, shape, codec)
-        sizes = {"page_size": page_size, "head_dim": head_dim}
-        shapes = [each.page_shapes(**sizes) for each in find_codecs(*codec.split("/"))]
-        token_bytes = sum(array.nbytes for arrays in shapes for array in arrays.values()) / page_size
-        print_row(compile_case, [codec, head_dim, page_size, group * time], token_bytes, num_groups=1)
+        stored = token_bytes(find_codecs(*codec.split("/")), page_size, head_dim)
+        print_row(compile_case, [codec, head_dim, page_size, group * time], stored, num_groups=1)
     for codec, page_size, num_heads in LATENT if options.kernel != "paged" else ():
         shape = LatentShape(num_heads, 512, 64, 128, 128, page_size, 1)
         compile_case = functools.partial(compile_latent, mesh, shape, codec)
         queries = min(num_heads, 64)
-        token_bytes = (2 * 512 if codec == "bf16" else 512 + 4) + 2 * 64
-        print_row(
-            compile_case, [codec, "512 + 64", page_size, queries], token_bytes, num_groups=LATENT_GROUPS
-        )
+        stored = token_bytes([CODECS[codec]], page_size, 512) + token_bytes([CODECS["bf16"]], page_size, 64)
+        print_row(compile_case, [codec, "512 + 64", page_size, queries], stored, num_groups=LATENT_GROUPS)
+
+
+def token_bytes(codecs: Iterable[Codec], page_size: int, head_dim: int) -> float:
+    """Return the bytes of a token and head, scales included."""
+    shapes = (codec.page_shapes(page_size=page_size, head_dim=head_dim) for codec in codecs)
+    return sum(array.nbytes for arrays in shapes for array in arrays.values()) / page_size
 
 
 def print_row(
-    compile_case: Callable[..., dict[str, Report]], sizes: list[Any], token_bytes: float, num_groups: int
+    compile_case: Callable[..., dict[str, Report]], sizes: list[Any], stored_bytes: float, num_groups: int
 ) -> None:
     """Compile a case and print what bounds it: its warp groups share a multiprocessor's units."""
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +177,7 @@ def print_row(
     products = {int(name.removeprefix("HGMMA.")): n for name, n in counts.items() if "HGMMA." in name}
     tensor = sum(n * max(CLOCKS_PER_WGMMA, width * CLOCKS_PER_COLUMN) for width, n in products.items())
     clocks = {
-        "memory": BLOCK_TOKENS * token_bytes / BYTES_PER_CLOCK,
+        "memory": BLOCK_TOKENS * stored_bytes / BYTES_PER_CLOCK,
         "issue": num_groups * counts.total(),
         "tensor": num_groups * tensor,
         "special": num_groups * classes["special"] * CLOCKS_PER_SPECIAL,

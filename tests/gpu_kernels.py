@@ -104,7 +104,14 @@ def compile_paged(
 
 
 def compile_latent(
-    mesh: Mesh, shape: LatentShape, codec: str, *, num_pages: int, folder: Path, **options: Any
+    mesh: Mesh,
+    shape: LatentShape,
+    codec: str,
+    *,
+    num_pages: int,
+    folder: Path,
+    is_striped: bool = False,
+    **options: Any,
 ) -> dict[str, Report]:
     """Compile an absorbed call of latent attention, rotated parts in bfloat16, as `compile_paged` does."""
     num_seqs = len(shape.totals)
@@ -120,7 +127,8 @@ def compile_latent(
             jnp.zeros((num_seqs, shape.time, shape.num_heads, dim), jnp.bfloat16) for dim in dims
         )
         table, rows = jnp.zeros((num_seqs, 64), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
-        return LatentArguments(query, rope_query, latents, ropes, table, rows, rows, rows[0])
+        stripe = Stripe(rows[0], rows[0]) if is_striped else None
+        return LatentArguments(query, rope_query, latents, ropes, table, rows, rows, rows[0], stripe=stripe)
 
     call = functools.partial(latent_gpu.latent_attention, num_pages=num_pages, **options)
     return _compile(call, jax.eval_shape(make), mesh, folder)

@@ -76,8 +76,9 @@ def test_a_loop_over_a_tpus_kernel_updates_latents_in_place(machine: str, codec:
 
 
 @pytest.mark.gpu_aot
-def test_a_loop_over_a_gpus_kernel_updates_latents_in_place():
+@pytest.mark.parametrize("codec", ["bf16", "int4"])
+def test_a_loop_over_a_gpus_kernel_updates_latents_in_place(codec: str):
     mesh = find_target("h200")
-    small, large = (shapes_on(mesh, make_arguments("bf16", nbytes)) for nbytes in (SMALL, LARGE))
+    small, large = (shapes_on(mesh, make_arguments(codec, nbytes)) for nbytes in (SMALL, LARGE))
     own = functools.partial(loop, implementation="pallas_gpu")
     assert_updates_in_place(own, small, large, max_growth=0.03)

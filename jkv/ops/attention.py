@@ -79,7 +79,8 @@ def attend(
     Raises:
         ValueError: shapes disagree, an option is out of range, `where` or `batch` is missing, `where` is no
             layer of the cache (a traced index is taken on trust), the cache has other shards than the
-            sharding, a ragged step is of sequences that are split, or a gradient is taken through a cache.
+            sharding, a ragged step is of sequences that are split, a kernel is named that the device has not,
+            or a gradient is taken through a cache.
     """
     choose(implementation)
     check_options(query, scale, window, soft_cap, sinks)

@@ -190,8 +190,6 @@ class Deployment:
 
 def _partial_bytes(spec: CacheSpec, group: CacheGroup, rows: int, num_heads: int, length: int) -> int:
     """Return the bytes of partial results of one layer, and of what they are merged to."""
-    if spec.num_stripes > 1 and group.kind == "latent":
-        return 0
     capacity = spec.stripe_pages(length, spec.groups.index(group)) * spec.page_size
     is_latent = group.kind == "latent"
     split = max(_SPLIT_TOKENS * (2 if is_latent else 1), -(-capacity // _MAX_SPLITS))

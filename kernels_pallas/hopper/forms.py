@@ -99,22 +99,14 @@ def _form_of_int4(pages: Pages) -> Form | None:
     return None
 
 
-def refusal_of_form(pages: Pages, *, takes_runs: bool) -> str | None:
-    """Return why entries are not taken; None where they are.
-
-    Args:
-        pages: what is stored.
-        takes_runs: whether the kernel takes 4-bit entries, in runs.
-    """
-    form = form_of(pages)
-    if form is not None and (takes_runs or not form.has_runs):
+def refusal_of_form(pages: Pages) -> str | None:
+    """Return why entries are not taken; None where they are."""
+    if form_of(pages) is not None:
         return None
-    runs = ""
-    if takes_runs:
-        width, slots = 2 * RUN_CHANNELS, " or ".join(map(str, _RUN_SLOTS))
-        runs = f", int4 in heads of a multiple of {width} in runs of {RUN_CHANNELS} channels or {slots} slots"
+    width, slots = 2 * RUN_CHANNELS, " or ".join(map(str, _RUN_SLOTS))
+    runs = f"int4 in heads of a multiple of {width} in runs of {RUN_CHANNELS} channels or {slots} slots"
     scales = "no scale" if pages.scale is None else f"scales {pages.scale.shape}"
     return (
         "the GPU kernel takes bfloat16 and float16 without scales, int8 and fp8 with those of tokens "
-        f"or heads{runs}, got entries of {pages.entry} in {pages.data.dtype} with {scales}; use 'xla'"
+        f"or heads, {runs}, got entries of {pages.entry} in {pages.data.dtype} with {scales}; use 'xla'"
     )

@@ -1,4 +1,4 @@
-"""Splits of sequences, which programs attend to by themselves, and the kernel that merges them.
+"""Pieces of steps and splits of sequences, which programs attend to by themselves, and what merges them.
 
 What there is to do is worked out on the device beside the kernel, so cost follows the tokens held. Splits
 begin at multiples of their size: no result depends on the rest of the batch.
@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kernels_pallas.hopper.accumulators import LOG2_E, OF_COLUMNS, OF_ROWS, full, log_sum_of, tall, wide
 from kernels_pallas.hopper.blocks import BLOCK_TOKENS, divide
 from kernels_pallas.paged_attention.contract import Stripe
 
+# New tokens that are attended from together: of more, the first need not walk to where the last is.
+PIECE_TOKENS = 16
 # Partial sums are merged one after another: more splits would take longer to merge than to attend.
 _MAX_SPLITS = 128
 # More than any sequence holds.
@@ -61,18 +63,54 @@ class Splits(NamedTuple):
     limits: Int[Array, "seq row"]
 
 
-def cut(max_pages: int, page_size: int, split_tokens: int) -> Cut:
-    """Return splits of `split_tokens`, or of more where all that a table names would make too many."""
+def in_pieces(arguments: Any, *queries: str) -> Any:
+    """Cut the steps of sequences into pieces, which are sequences of their own.
+
+    Args:
+        arguments: `PagedArguments`, or what has the same names.
+        queries: names of the new tokens' arrays.
+    """
+    starts, lens = arguments.starts, arguments.lens
+    num_seqs, time = arguments.query.shape[:2]
+    size = min(time, PIECE_TOKENS)
+    num_pieces = -(-time // size)
+    past = jnp.arange(num_pieces, dtype=jnp.int32)[None] * size
+
+    def cut_steps(query: jax.Array) -> jax.Array:
+        query = jnp.pad(query, ((0, 0), (0, num_pieces * size - time), (0, 0), (0, 0)))
+        return query.reshape(num_seqs * num_pieces, size, *query.shape[2:])
+
+    return arguments._replace(
+        **{name: cut_steps(getattr(arguments, name)) for name in queries},
+        page_table=jnp.repeat(arguments.page_table, num_pieces, axis=0),
+        starts=(starts[:, None] + past).reshape(-1),
+        lens=jnp.clip(lens[:, None] - past, 0, size).reshape(-1),
+    )
+
+
+def held_of_pieces(arguments: Any) -> Int[Array, " piece"]:
+    """Return for each piece of `in_pieces` what its sequence holds after the step."""
+    return jnp.repeat(arguments.starts + arguments.lens, -(-arguments.query.shape[1] // PIECE_TOKENS))
+
+
+def joined(out: Shaped[Array, "piece token ..."], time: int) -> Shaped[Array, "seq time ..."]:
+    """Put the results of pieces together again."""
+    num_pieces = -(-time // PIECE_TOKENS)
+    return out.reshape(out.shape[0] // num_pieces, -1, *out.shape[2:])[:, :time]
+
+
+def cut(max_pages: int, page_size: int, split_tokens: int, time: int) -> Cut:
+    """Return splits of `split_tokens`, or of more where all that a table names would make too many.
+
+    Where steps are cut into pieces, these are enough to share the work: one split holds all of a sequence.
+    """
     capacity = max_pages * page_size
+    if time > PIECE_TOKENS:
+        return Cut(_WHOLE, 1, capacity, page_size)
     split = max(split_tokens, -(-capacity // _MAX_SPLITS))
     split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
     # What is seen may begin within a split.
     return Cut(split, -(-capacity // split) + 1, capacity, page_size)
-
-
-def no_cut(max_pages: int, page_size: int) -> Cut:
-    """Return a split that holds all of a sequence, where there are pieces of it enough to share the work."""
-    return Cut(_WHOLE, 1, max_pages * page_size, page_size)
 
 
 def refusal_of_partial_results(sizes: Cut, num_seqs: int, numbers: int) -> str | None:

@@ -5,7 +5,7 @@ Knows forms; not what is computed.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,32 +124,62 @@ def convert_runs(form: Form, blocks: Stages, stage: jax.Array, *, is_interpreted
     """Write a block's 4-bit entries as what they stand for: the middle of a run, and steps from there."""
     half = blocks.data.shape[-1]
     if form.scaling == "channels":
-        scales_of = _of_channels(form, blocks, stage, is_interpreted)
+        refs = blocks.scale.at[stage], blocks.zero.at[stage]
+        load = functools.partial(load_matrix, num_columns=form.run_scales, is_interpreted=is_interpreted)
+        scales_of = _of_channels(form, *map(load, refs))
     else:
         scales_of = _of_slots(form, blocks, stage)
     for first in range(0, half, RUN_CHANNELS):
-        own_ref = blocks.data.at[stage, :, pl.ds(first, RUN_CHANNELS)]
-        pairs = plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.uint16)
+        pairs = _load_pairs(blocks.data.at[stage], first)
         for integers, place in ((pairs & 15, first), (pairs >> 4, half + first)):
-            scale, middle = scales_of(place)
-            steps = lax.bitcast_convert_type(integers | _BITS_OF_128, form.dtype) - (128 + _MIDDLE)
-            blocks.numbers.at[:, pl.ds(place, RUN_CHANNELS)][...] = steps * scale + middle
+            numbers = _decoded(form, integers, *scales_of(place))
+            blocks.numbers.at[:, pl.ds(place, RUN_CHANNELS)][...] = numbers
         plgpu.commit_smem()
+
+
+def convert_half(
+    form: Form, data_refs: Sequence[Any], scale_ref: Any, zero_ref: Any, numbers_ref: Any, half: jax.Array
+) -> None:
+    """Write one half of the channels of a block's 4-bit entries, in runs of channels, as what they stand for.
+
+    Args:
+        form: of the entries.
+        data_refs: the block's bytes, `[slot, byte]`, in parts that follow one another.
+        scale_ref: scales of the half's runs, `[slot, run]`.
+        zero_ref: their zero points.
+        numbers_ref: what is written, `[slot, channel]`.
+        half: 0, the first channels, or 1.
+    """
+    load = functools.partial(plgpu.load, layout=OF_ROWS_BY_COLUMN, optimized=False)
+    scales_of = _of_channels(form, load(scale_ref), load(zero_ref))
+    width = data_refs[0].shape[-1]
+    for place in range(0, numbers_ref.shape[-1], RUN_CHANNELS):
+        pairs = _load_pairs(data_refs[place // width], place % width)
+        integers = (pairs >> (4 * half).astype(pairs.dtype)) & 15
+        numbers_ref.at[:, pl.ds(place, RUN_CHANNELS)][...] = _decoded(form, integers, *scales_of(place))
+        plgpu.commit_smem()
+
+
+def _load_pairs(data_ref: Any, first: int) -> jax.Array:
+    """Return bytes of a block, two entries each, from a place on, as many as a run has channels."""
+    own_ref = data_ref.at[:, pl.ds(first, RUN_CHANNELS)]
+    return plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.uint16)
+
+
+def _decoded(form: Form, integers: jax.Array, scale: jax.Array, middle: jax.Array) -> jax.Array:
+    """Return what integers of 4 bits stand for."""
+    steps = lax.bitcast_convert_type(integers | _BITS_OF_128, form.dtype) - (128 + _MIDDLE)
+    return steps * scale + middle
 
 
 # Scales and middles of runs for all slots of a block and the channels from a place on.
 _ScalesOf = Callable[[int], tuple[jax.Array, jax.Array]]
 
 
-def _of_channels(form: Form, blocks: Stages, stage: jax.Array, is_interpreted: bool) -> _ScalesOf:
-    """Return what gives the scales and middles of a slot's runs of channels."""
-    shape = BLOCK_TOKENS, form.run_scales
-    loaded = (
-        load_matrix(ref.at[stage], form.run_scales, is_interpreted=is_interpreted)
-        for ref in (blocks.scale, blocks.zero)
-    )
-    runs = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=OF_ROWS_BY_COLUMN)
-    scales_and_middles = _with_middles(*loaded)
+def _of_channels(form: Form, scale: jax.Array, zero: jax.Array) -> _ScalesOf:
+    """Return what gives the scales and middles of a slot's runs of channels, loaded by column."""
+    runs = plgpu.broadcasted_iota(jnp.int32, scale.shape, 1, layout=OF_ROWS_BY_COLUMN)
+    scales_and_middles = _with_middles(scale, zero)
 
     def scales_of(place: int) -> tuple[jax.Array, jax.Array]:
         # Sums of integers, since there is no such thing as a column of registers; compilers see what is zero.

@@ -6,10 +6,11 @@ more than one warp group's registers hold, so two share a program: each takes th
 block's slots, and sums one half of the channels over all of them. Between the two they tell each other their
 logits' maxima and their weights, through shared memory.
 
-Splits, their scheduler and the kernel that merges them are those of `kernels_pallas.hopper.splits`. Grid:
-half of `Tiling.num_programs`, since shared memory has room for one program a multiprocessor: the query, two
-blocks, and the weights of one. Of int8 and fp8 latents a block is converted, by each warp group the channels
-that it sums. Logits, softmax and sums are float32; queries and weights are rounded to the dtype that they are
+Pieces of steps, splits, their scheduler and the kernel that merges them are those of
+`kernels_pallas.hopper.splits`. Grid: half of `Tiling.num_programs`, since shared memory has room for one
+program a multiprocessor: the query, two blocks, and the weights of one. Of latents in 8 or 4 bits a block is
+converted, by each warp group the channels that it sums: of 4-bit latents these are one half of every byte.
+Logits, softmax and sums are float32; queries and weights are rounded to the dtype that they are
 multiplied in, as tensor cores ask: that of `hopper.forms`, and of rotated parts their own.
 
 An entry of the table that names no page is read as the layer's first page and masked, as are dead slots of a
@@ -49,9 +50,16 @@ from kernels_pallas.hopper.blocks import (
 )
 from kernels_pallas.hopper.forms import Form, form_of, refusal_of_form
 from kernels_pallas.hopper.splits import Cut, Splits
-from kernels_pallas.hopper.stages import Pool, convert, copy_scales, load_scales, zero_dead
+from kernels_pallas.hopper.stages import (
+    Pool,
+    convert,
+    convert_half,
+    copy_scales,
+    load_scales,
+    zero_dead,
+)
 from kernels_pallas.latent_attention.contract import LatentArguments
-from kernels_pallas.paged_attention.contract import Tiling
+from kernels_pallas.paged_attention.contract import Stripe, Tiling
 
 # Query rows of a program: the M of one wgmma.
 _ROWS = 64
@@ -65,25 +73,27 @@ _CHANNELS = 64
 _MAX_LATENT_DIM, _ROPE_DIM = 512, 64
 # Of `Tiling.split_tokens`: a row's partial results are four times as wide as those of a head.
 _SPLITS_JOINED = 2
-# New tokens of a sequence: every 64 rows of heads and tokens read the latents again.
-_MAX_TIME = 16
 
 
 class _Blocks(NamedTuple):
     """Latents and their rotated parts in shared memory.
 
     Attributes:
-        latents: blocks on their way or in use, `[stage, channel's group, slot, channel]`.
+        latents: blocks on their way or in use, `[stage, channel's group, slot, channel]`; of bytes of two
+            channels, half of them for each group.
         numbers: the one in use, converted, `[channel's group, slot, channel]`.
-        scale: scales of tokens, `[stage, slot's group, slot]`.
-        ropes: the same of the rotated parts, `[stage, slot's group, slot, channel]`.
-        latent_barriers: `[stage, channel's group]`, passed when those channels of a block are there.
+        scale: of tokens, `[stage, slot's group, slot]`, or of runs, `[stage, channel's group, slot, run]`.
+        zero: zero points of runs.
+        ropes: as `latents`, of the rotated parts, `[stage, slot's group, slot, channel]`.
+        latent_barriers: `[stage, channel's group]`, passed when those channels of a block, or half the bytes
+            of two channels, are there, and scales and zero points of their runs.
         rope_barriers: `[stage, slot's group]`, passed when rotated parts and scales of those slots are.
     """
 
     latents: Any
     numbers: Any
     scale: Any
+    zero: Any
     ropes: Any
     latent_barriers: Any
     rope_barriers: Any
@@ -124,6 +134,7 @@ class _Sizes(NamedTuple):
         form: of latents.
         scale: multiplies the logits.
         window: see `reference`.
+        is_striped: whether the table is that of a stripe.
         is_interpreted: see `Tiling`.
     """
 
@@ -135,6 +146,7 @@ class _Sizes(NamedTuple):
     form: Form
     scale: float
     window: int | None
+    is_striped: bool
     is_interpreted: bool
 
     @property
@@ -145,17 +157,13 @@ class _Sizes(NamedTuple):
 
 def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | None:
     """Return why the kernel does not take a call, in one sentence; None where it does."""
-    query, _, latents, ropes, table = arguments[:5]
-    if arguments.stripe is not None:
-        return "the GPU kernel walks tables of all pages, got one of a stripe; use 'xla'"
+    latents, ropes = arguments.latents, arguments.ropes
     if arguments.up is not None:
         return "the GPU kernel attends to latents as they are, got up-projections of heads; use 'xla'"
-    if (time := query.shape[1]) > _MAX_TIME:
-        return f"the GPU kernel takes steps of at most {_MAX_TIME} tokens a sequence, got {time}; use 'xla'"
-    if (reason := refusal_of_form(latents, takes_runs=False)) is not None:
+    if (reason := refusal_of_form(latents)) is not None:
         return reason
-    form = form_of(ropes)
-    if form is None or form.is_converted:
+    form, rope_form = form_of(latents), form_of(ropes)
+    if rope_form is None or rope_form.is_converted:
         stored = f"{ropes.entry} in {ropes.data.dtype}"
         return f"the GPU kernel takes rotated parts in bfloat16 and float16, got {stored}; use 'xla'"
     dims = latents.head_dim, ropes.head_dim
@@ -164,18 +172,22 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
             f"the GPU kernel takes latents of a multiple of {_GROUPS * _CHANNELS} entries up to "
             f"{_MAX_LATENT_DIM} with rotated parts of {_ROPE_DIM}, got {dims[0]} and {dims[1]}; use 'xla'"
         )
+    if form is not None and form.has_runs and dims[0] != _MAX_LATENT_DIM:
+        # Scales of half of a slot's runs are then not the 16 bytes that a copy takes at least.
+        return f"the GPU kernel takes 4-bit latents of {_MAX_LATENT_DIM} entries, got {dims[0]}; use 'xla'"
     page_size = latents.page_size
     rows = tuple(pages.data.shape[2:] for pages in (latents, ropes))
-    if rows != tuple((page_size, dim) for dim in dims):
+    if rows != (latents.data_shape, ropes.data_shape):
         return f"the GPU kernel takes pools of layout 'plain', got pages of {page_size} slots in rows {rows}"
     if page_size == 8:
         # Eight entries of the table for a block take more registers than the sums leave.
         return "the GPU kernel of latents takes pages of 16 tokens or more, got 8; use 'xla'"
     if (reason := refusal_of_page_size(page_size)) is not None:
         return reason
-    numbers = _row_blocks(query) * _ROWS * dims[0]
-    cut = _cut(table, page_size, tiling or Tiling())
-    return splitting.refusal_of_partial_results(cut, query.shape[0], numbers)
+    cut = _cut(arguments, tiling or Tiling())
+    pieces = jax.eval_shape(_in_pieces, arguments)
+    numbers = _row_blocks(pieces) * _ROWS * dims[0]
+    return splitting.refusal_of_partial_results(cut, pieces.query.shape[0], numbers)
 
 
 def latent_attention(
@@ -194,19 +206,37 @@ def latent_attention(
     tiling = tiling or Tiling()
     if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
-    query, rope_query, latents, ropes, table = arguments[:5]
-    num_seqs, time, num_heads, latent_dim = query.shape
-    form = form_of(latents)
+    pieces, form = _in_pieces(arguments), form_of(arguments.latents)
     assert form is not None
-    cut, row_blocks = _cut(table, latents.page_size, tiling), _row_blocks(query)
+    query, rope_query, latents, ropes, table = pieces[:5]
+    num_seqs, time, num_heads, latent_dim = query.shape
+    cut, row_blocks = _cut(arguments, tiling), _row_blocks(pieces)
     # One program fills a multiprocessor.
     num_programs = min(max(1, tiling.num_programs // 2), num_seqs * cut.max_splits * row_blocks)
     walk = Walk(latents.page_size, num_pages, table.shape[1])
     sizes = _Sizes(
-        latent_dim, walk, cut, row_blocks, num_programs, form, scale, window, tiling.is_interpreted
+        latent_dim,
+        walk,
+        cut,
+        row_blocks,
+        num_programs,
+        form,
+        scale,
+        window,
+        is_striped=arguments.stripe is not None,
+        is_interpreted=tiling.is_interpreted,
     )
     padding = row_blocks * _ROWS - time * num_heads
-    splits = splitting.plan(*arguments[5:8], cut, time=time, group=num_heads, padding=padding, window=window)
+    splits = splitting.plan(
+        *pieces[5:8],
+        cut,
+        arguments.stripe,
+        time=time,
+        group=num_heads,
+        padding=padding,
+        window=window,
+        held=splitting.held_of_pieces(arguments),
+    )
 
     def rows_of(query: jax.Array, dtype: jnp.dtype) -> jax.Array:
         rows = query.reshape(num_seqs, time * num_heads, -1).astype(dtype)
@@ -214,7 +244,7 @@ def latent_attention(
 
     queries = rows_of(query, form.dtype), rows_of(rope_query, ropes.data.dtype)
     # One KV head; the scale of a head has no page.
-    pool = Pool(latents.data, latents.scale)
+    pool = Pool(latents.data, latents.scale, latents.zero)
     pool = jax.tree.map(lambda array: array.squeeze(1) if array.ndim > 1 else array, pool)
     partial = _attend(*queries, pool, ropes.data.squeeze(1), table, splits, sizes)
     merged = splitting.merge(*partial, splits.of_sequences, query_axis=0, name="jkv_latent_attention_merge")
@@ -224,16 +254,22 @@ def latent_attention(
         x = x.reshape(num_seqs, row_blocks * _ROWS, *x.shape[3:])[:, : time * num_heads]
         return x.reshape(num_seqs, time, num_heads, *x.shape[2:])
 
-    out, log_sum = map(regroup, merged)
+    out, log_sum = (splitting.joined(regroup(x), arguments.query.shape[1]) for x in merged)
     return out.astype(query.dtype), log_sum
 
 
-def _row_blocks(query: Float[Array, "seq time q_head latent"]) -> int:
-    return -(-query.shape[1] * query.shape[2] // _ROWS)
+def _in_pieces(arguments: LatentArguments) -> LatentArguments:
+    return splitting.in_pieces(arguments, "query", "rope_query")
 
 
-def _cut(table: Int[Array, "seq max_pages"], page_size: int, tiling: Tiling) -> Cut:
-    return splitting.cut(table.shape[1], page_size, tiling.split_tokens * _SPLITS_JOINED)
+def _row_blocks(pieces: LatentArguments) -> int:
+    return -(-pieces.query.shape[1] * pieces.query.shape[2] // _ROWS)
+
+
+def _cut(arguments: LatentArguments, tiling: Tiling) -> Cut:
+    max_pages, page_size = arguments.page_table.shape[1], arguments.latents.page_size
+    split_tokens = tiling.split_tokens * _SPLITS_JOINED
+    return splitting.cut(max_pages, page_size, split_tokens, arguments.query.shape[1])
 
 
 def _attend(
@@ -249,22 +285,33 @@ def _attend(
     parts = splits.work.shape[0], sizes.row_blocks, _ROWS
     form, rope_dtype = sizes.form, ropes.dtype
     block = (_GROUPS, BLOCK_TOKENS, sizes.channels)
-    has_scales = form.scaling == "token"
+    scale = zero = None
+    if form.scaling == "token":
+        scale = plgpu.SMEM((_STAGES, _GROUPS, _GROUP_TOKENS), jnp.float32)
+    if form.has_runs:
+        runs = form.run_scales // _GROUPS
+        scale = zero = plgpu.SMEM((_STAGES, _GROUPS, BLOCK_TOKENS, runs), jnp.bfloat16)
     pages, group_pages = sizes.walk.block_pages, max(1, _GROUP_TOKENS // sizes.walk.page_size)
     shared = _Shared(
-        query=matrices((_GROUPS, _ROWS, sizes.channels), form.dtype),
+        query=matrices((_GROUPS, _ROWS, sizes.channels), form.dtype, form.tile),
         rope_query=matrices((_ROWS, _ROPE_DIM), rope_dtype),
         blocks=_Blocks(
-            latents=matrices((_STAGES, *block), form.stored),
-            numbers=matrices(block, form.dtype) if form.is_converted else None,
-            scale=plgpu.SMEM((_STAGES, _GROUPS, _GROUP_TOKENS), jnp.float32) if has_scales else None,
+            latents=matrices(
+                (_STAGES, _GROUPS, BLOCK_TOKENS, latents.data.shape[-1] // _GROUPS), form.stored, form.tile
+            ),
+            numbers=matrices(block, form.dtype, form.tile) if form.is_converted else None,
+            scale=scale,
+            zero=zero,
             ropes=matrices((_STAGES, _GROUPS, _GROUP_TOKENS, _ROPE_DIM), rope_dtype),
-            latent_barriers=plgpu.Barrier(num_arrivals=pages, num_barriers=(_STAGES, _GROUPS)),
+            latent_barriers=plgpu.Barrier(
+                num_arrivals=pages * (3 if form.has_runs else 1), num_barriers=(_STAGES, _GROUPS)
+            ),
             rope_barriers=plgpu.Barrier(
-                num_arrivals=group_pages * (2 if has_scales else 1), num_barriers=(_STAGES, _GROUPS)
+                num_arrivals=group_pages * (2 if form.scaling == "token" else 1),
+                num_barriers=(_STAGES, _GROUPS),
             ),
         ),
-        weights=matrices((BLOCK_TOKENS, _ROWS), form.dtype),
+        weights=matrices((BLOCK_TOKENS, _ROWS), form.dtype, form.tile),
         of_rows=plgpu.SMEM((2, _GROUPS, _ROWS), jnp.float32),
         query_barrier=plgpu.Barrier(num_arrivals=_GROUPS + 1),
         told=plgpu.Barrier(num_arrivals=_GROUPS),
@@ -272,7 +319,7 @@ def _attend(
 
     # [..., group, channel]: where a warp group's channels begin is then known to be a multiple of a tile.
     def by_group(array: jax.Array) -> jax.Array:
-        return array.reshape(*array.shape[:-1], _GROUPS, sizes.channels)
+        return array.reshape(*array.shape[:-1], _GROUPS, -1)
 
     out, log_sum = plgpu.kernel(
         functools.partial(_attend_kernel, sizes),
@@ -291,7 +338,7 @@ def _attend(
     )(
         by_group(query),
         rope_query,
-        latents._replace(data=by_group(latents.data)),
+        jax.tree.map(by_group, latents) if form.has_runs else latents._replace(data=by_group(latents.data)),
         ropes,
         table,
         splits.limits,
@@ -310,7 +357,7 @@ def _attend_kernel(
     table_ref,  # int32 [seq, max_pages]                   GMEM
     limits_ref,  # int32 [seq, row]                        GMEM
     work_ref,  # int32 [split, 5]                          GMEM
-    counts_ref,  # int32 [2]                               GMEM
+    counts_ref,  # int32 [2], or [4] with a stripe          GMEM
     out_ref,  # float32 [split, part, row, latent]         GMEM
     log_sum_ref,  # float32 [split, part, row]             GMEM
     shared: _Shared,  # SMEM
@@ -352,6 +399,13 @@ def _attend_kernel(
                     blocks.latents.at[stage, group, pl.ds(piece.place, num_slots)],
                     blocks.latent_barriers.at[stage, group],
                 )
+                for scales_ref, own_ref in ((pool.scale, blocks.scale), (pool.zero, blocks.zero)):
+                    if sizes.form.has_runs:
+                        plgpu.copy_gmem_to_smem(
+                            scales_ref.at[piece.page, pl.ds(piece.slot, num_slots), group],
+                            own_ref.at[stage, group, pl.ds(piece.place, num_slots)],
+                            blocks.latent_barriers.at[stage, group],
+                        )
             num_slots = min(num_slots, _GROUP_TOKENS)
             for piece in sizes.walk.pieces(block, entries, page_offset, num_slots):
                 owner, slot = divmod(piece.place, _GROUP_TOKENS)
@@ -362,7 +416,7 @@ def _attend_kernel(
                     target = stage, owner, pl.ds(slot, num_slots)
                     barrier = blocks.rope_barriers.at[stage, owner]
                     plgpu.copy_gmem_to_smem(ropes_ref.at[*source], blocks.ropes.at[*target], barrier)
-                    if blocks.scale is not None:
+                    if sizes.form.scaling == "token":
                         copy_scales(pool.scale.at[*source], blocks.scale.at[*target], barrier)
 
         read_table = functools.partial(sizes.walk.read_table, table_ref, seq)
@@ -375,16 +429,17 @@ def _attend_kernel(
             """Take a block of latents into the sums of an online softmax."""
             named, entries, peak, total, sums = carry
             block, (_, stage) = first_block + index, divide(index, _STAGES)
-            held = block, named, first_seen, end
+            # Zero, though no compiler knows: it would keep addresses, and what lies there, in registers that
+            # sums need.
+            zero = block >> 31
             # The next block takes the place of the one before this, which this warp group has summed, and of
             # which both have taken the logits.
             pl.when(index + 1 < num_blocks)(functools.partial(fetch, block + 1, 1 - stage, entries))
+            numbers = in_use(stage, group + zero)
+            stripe = Stripe(counts_ref[2 + zero], counts_ref[3 + zero]) if sizes.is_striped else None
+            held = block, named, first_seen, end, stripe
             slots = slots_of_block(_GROUP_TOKENS, OF_COLUMNS) + group * _GROUP_TOKENS
             positions = sizes.walk.live_positions(slots, *held)
-
-            # Zero, though no compiler knows: it would keep addresses in registers that sums need.
-            zero = block >> 31
-            numbers = in_use(stage, group + zero)
             plgpu.barrier_wait(blocks.rope_barriers.at[stage, group])
             rope_factors = shared.rope_query, blocks.ropes.at[stage, group].transpose((1, 0))
             factors = [
@@ -392,10 +447,10 @@ def _attend_kernel(
                 for i in range(_GROUPS)
             ]
             scales = None
-            if blocks.scale is not None:
+            if sizes.form.scaling == "token":
                 own_ref = blocks.scale.at[stage, group]
                 scales = load_scales(own_ref, positions < NO_POSITION, OF_COLUMNS)
-            if sizes.form.scaling == "none":
+            if sizes.form.scaling in ("none", "channels"):
                 logits = product(rope_factors, *factors)
             else:
                 scale = pool.scale[0] if scales is None else tall(scales, _ROWS)
@@ -435,12 +490,23 @@ def _attend_kernel(
 
         def in_use(stage: jax.Array, own: jax.Array) -> Any:
             """Wait for a block, and return its latents as numbers that tensor cores take."""
-            if not sizes.form.is_converted:
-                for i in range(_GROUPS):
-                    plgpu.barrier_wait(blocks.latent_barriers.at[stage, i])
+            if sizes.form.is_converted and not sizes.form.has_runs:
+                plgpu.barrier_wait(blocks.latent_barriers.at[stage, group])
+                convert(sizes.form, blocks.latents.at[stage, own], blocks.numbers.at[own])
+                tell()
+                return blocks.numbers
+            for i in range(_GROUPS):
+                plgpu.barrier_wait(blocks.latent_barriers.at[stage, i])
+            if not sizes.form.has_runs:
                 return blocks.latents.at[stage]
-            plgpu.barrier_wait(blocks.latent_barriers.at[stage, group])
-            convert(sizes.form, blocks.latents.at[stage, own], blocks.numbers.at[own])
+            convert_half(
+                sizes.form,
+                [blocks.latents.at[stage, i] for i in range(_GROUPS)],
+                blocks.scale.at[stage, own],
+                blocks.zero.at[stage, own],
+                blocks.numbers.at[own],
+                own,
+            )
             tell()
             return blocks.numbers
 
@@ -451,6 +517,8 @@ def _attend_kernel(
         )
         carry = (sizes.walk.named(entries), read_table(first_block + 1), *empty)
         _, _, peak, total, sums = lax.fori_loop(0, num_blocks, attend_block, carry)
+        # Worked out again, though no compiler knows: it would keep them in registers that sums need.
+        split, part = divide(program + (index + (num_blocks >> 31)) * sizes.num_programs, sizes.row_blocks)
         total += exchange(1, total)
         share = 1 / jnp.where(total == 0, 1.0, total)
         if sizes.form.scaling == "head":

@@ -80,8 +80,6 @@ _PRODUCT_ROWS = 64
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 _Attended = tuple[Float[Array, "seq time q_head head_dim"], Float[Array, "seq time q_head"]]
-# New tokens that are attended from together: of more, the first need not walk to where the last is.
-_PIECE_TOKENS = 16
 
 
 class _Sizes(NamedTuple):
@@ -138,7 +136,7 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     """Return why the kernel does not take a call, in one sentence; None where it does."""
     head_dim, page_size = arguments.keys.head_dim, arguments.keys.page_size
     for pages in (arguments.keys, arguments.values):
-        if (reason := refusal_of_form(pages, takes_runs=True)) is not None:
+        if (reason := refusal_of_form(pages)) is not None:
             return reason
     for pages in (arguments.keys, arguments.values):
         if (rows := pages.data.shape[2:]) != pages.data_shape:
@@ -154,7 +152,7 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
         # Eight entries of the table for a block take more registers than the conversion leaves.
         return "the GPU kernel takes heads of 256 in 4 or 8 bits in pages of 16 tokens or more, got 8"
     cut = _cut(arguments, tiling or Tiling())
-    arguments = jax.eval_shape(_in_pieces, arguments)
+    arguments = jax.eval_shape(lambda given: splitting.in_pieces(given, "query"), arguments)
     rows, num_parts = _parts(arguments)
     numbers = num_parts * _summed(head_dim) * rows
     return splitting.refusal_of_partial_results(cut, arguments.query.shape[0], numbers)
@@ -178,13 +176,11 @@ def paged_attention(
     tiling = tiling or Tiling()
     if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
-    num_seqs, time, *heads = arguments.query.shape
-    pieces = _in_pieces(arguments)
+    time = arguments.query.shape[1]
+    pieces = splitting.in_pieces(arguments, "query")
     sizes = _sizes(pieces, num_pages, _cut(arguments, tiling), tiling, scale, window, soft_cap)
-    held = jnp.repeat(arguments.starts + arguments.lens, pieces.query.shape[0] // num_seqs)
-    out, log_sum = _attend_from_pieces(pieces, held, sizes)
-    out = out.reshape(num_seqs, -1, *heads)[:, :time]
-    log_sum = log_sum.reshape(num_seqs, -1, heads[0])[:, :time]
+    attended = _attend_from_pieces(pieces, splitting.held_of_pieces(arguments), sizes)
+    out, log_sum = (splitting.joined(x, time) for x in attended)
     if arguments.recent is not None:
         options = {"num_pages": num_pages, "scale": scale, "window": window, "soft_cap": soft_cap}
         out, log_sum = _merged((out, log_sum), attend_to_own_runs(arguments, **options))
@@ -192,22 +188,6 @@ def paged_attention(
         is_query = jnp.arange(time, dtype=jnp.int32)[None] < arguments.lens[:, None]
         out, log_sum = _add_sinks(out, log_sum, jnp.where(is_query[..., None], sinks[None, None], -jnp.inf))
     return out.astype(arguments.query.dtype), log_sum
-
-
-def _in_pieces(arguments: PagedArguments) -> PagedArguments:
-    """Cut the steps of sequences into pieces, which are sequences of their own."""
-    query, starts, lens = arguments.query, arguments.starts, arguments.lens
-    num_seqs, time, *heads = query.shape
-    size = min(time, _PIECE_TOKENS)
-    num_pieces = -(-time // size)
-    past = jnp.arange(num_pieces, dtype=jnp.int32)[None] * size
-    query = jnp.pad(query, ((0, 0), (0, num_pieces * size - time), (0, 0), (0, 0)))
-    return arguments._replace(
-        query=query.reshape(num_seqs * num_pieces, size, *heads),
-        page_table=jnp.repeat(arguments.page_table, num_pieces, axis=0),
-        starts=(starts[:, None] + past).reshape(-1),
-        lens=jnp.clip(lens[:, None] - past, 0, size).reshape(-1),
-    )
 
 
 def _attend_from_pieces(arguments: PagedArguments, held: Int[Array, " seq"], sizes: _Sizes) -> _Attended:
@@ -306,9 +286,7 @@ def _summed(head_dim: int) -> int:
 
 def _cut(arguments: PagedArguments, tiling: Tiling) -> Cut:
     max_pages, page_size = arguments.page_table.shape[1], arguments.keys.page_size
-    if arguments.query.shape[1] > _PIECE_TOKENS:
-        return splitting.no_cut(max_pages, page_size)
-    return splitting.cut(max_pages, page_size, tiling.split_tokens)
+    return splitting.cut(max_pages, page_size, tiling.split_tokens, arguments.query.shape[1])
 
 
 def _attend(

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +14,28 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import latent_attention
+from kernels_pallas.hopper import splits as splitting
+from kernels_pallas.hopper import stages
 from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_gpu
 from kernels_pallas.latent_attention.shapes import Shape
-from kernels_pallas.paged_attention import Pages, Stripe, Tiling
+from kernels_pallas.paged_attention import Pages, Tiling
 
 from ..compare import assert_close, relative_errors
 from ..gpu_kernels import compile_latent, interpret
 from ..machines import find_target
+from .stripes import in_stripes
 from .test_latent_attention import SCALE, lens_of, make_arguments, run
 from .test_paged_attention import change_scale, shift_mask
-from .test_paged_attention_gpu import encode
+from .test_paged_attention_gpu import encode, with_fault
+from .tpu_kernels import Fault
 
 # Two splits for the longest row; one program takes all of them.
 TILING = Tiling(split_tokens=32, num_programs=1, is_interpreted=True)
 DECODE = Shape(8, 128, 64, 8, 8, page_size=16, time=1, totals=(0, 1, 100))
 # Two blocks of query rows, and blocks of tokens that follow one another in a split.
 CHUNK = Shape(24, 128, 64, 8, 8, page_size=64, time=3, totals=(2, 180), window=140)
+# Pieces of steps, each of two blocks of query rows.
+PREFILL = Shape(8, 128, 64, 8, 8, page_size=32, time=40, totals=(3, 0, 100), window=50)
 
 
 @functools.cache
@@ -52,8 +61,12 @@ def own_error(shape: Shape, dtype) -> float:
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "tiling"),
-    [(DECODE, jnp.bfloat16, TILING), (CHUNK, jnp.float16, Tiling(num_programs=1, is_interpreted=True))],
-    ids=["decode", "chunk_of_a_window"],
+    [
+        (DECODE, jnp.bfloat16, TILING),
+        (CHUNK, jnp.float16, Tiling(num_programs=1, is_interpreted=True)),
+        (PREFILL, jnp.bfloat16, TILING),
+    ],
+    ids=["decode", "chunk_of_a_window", "prefill"],
 )
 def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
     arguments, num_pages = make_arguments(shape, is_absorbed=True, dtype=dtype)
@@ -72,6 +85,7 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
     ("codec", "scaling"),
     [
         ("fp8_e4m3", "token"),
+        ("int4", "channels"),
         *(
             pytest.param(*case, marks=pytest.mark.gate)
             for case in [("int8", "token"), ("int8", "head"), ("fp8_e5m2", "head")]
@@ -79,17 +93,96 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
     ],
 )
 def test_encoded_latents_cost_what_rounding_queries_and_weights_does(codec: str, scaling: str):
-    arguments, num_pages = make_arguments(DECODE, is_absorbed=True)
-    latents = encode(arguments.latents, codec, scaling)
-    arguments = arguments._replace(latents=latents, ropes=Pages(arguments.ropes.data.astype(jnp.bfloat16)))
-    out, _ = run_kernel(DECODE, arguments, num_pages)
-    expected, _ = run_reference(DECODE, jnp.float32, arguments)
-    assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))
+    shape = dataclasses.replace(DECODE, latent_dim=512 if codec == "int4" else 128)
+    arguments, num_pages = encoded(shape, codec, scaling)
+    out, _ = run_kernel(shape, arguments, num_pages)
+    expected, _ = run_reference(shape, jnp.float32, arguments)
+    assert_close(out, expected, 2 * own_error(shape, jnp.bfloat16))
+    latents = arguments.latents
     assert latents.scale is not None
     faulty = dataclasses.replace(latents, scale=jnp.roll(latents.scale, 1, -1) * 1.1)
-    out, _ = run_kernel(DECODE, arguments._replace(latents=faulty), num_pages)
+    out, _ = run_kernel(shape, arguments._replace(latents=faulty), num_pages)
     with pytest.raises(AssertionError, match="relative error"):
-        assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))
+        assert_close(out, expected, 2 * own_error(shape, jnp.bfloat16))
+
+
+def encoded(shape: Shape, codec: str, scaling: str) -> tuple[LatentArguments, int]:
+    """Return the arguments with latents in a codec, and rotated parts in bfloat16."""
+    arguments, num_pages = make_arguments(shape, is_absorbed=True)
+    ropes = Pages(arguments.ropes.data.astype(jnp.bfloat16))
+    return arguments._replace(latents=encode(arguments.latents, codec, scaling), ropes=ropes), num_pages
+
+
+def compare(kernel: ModuleType, shape: Shape, arguments: LatentArguments, num_pages: int, stripes: int = 1):
+    """Compare a kernel with the definition of the same call in float32."""
+    options = {"num_pages": num_pages, "scale": SCALE, "window": shape.window, "tiling": TILING}
+    call = jax.jit(functools.partial(kernel.latent_attention, **options))
+    if stripes > 1:
+        out, log_sum = in_stripes(lambda arguments, _: interpret(call, arguments), arguments, stripes)
+    else:
+        out, log_sum = interpret(call, arguments)
+    expected, expected_log_sum = run_reference(shape, jnp.float32, arguments)
+    assert_close(out, expected, 2 * own_error(shape, jnp.bfloat16))
+    assert (np.isfinite(log_sum) == np.isfinite(np.asarray(expected_log_sum))).all()
+
+
+def compare_in_stripes(kernel: ModuleType) -> None:
+    """Of one row a stripe has nothing."""
+    shape = Shape(8, 128, 64, 8, 8, page_size=32, time=3, totals=(3, 0, 151))
+    arguments, num_pages = make_arguments(shape, is_absorbed=True, dtype=jnp.bfloat16)
+    compare(kernel, shape, arguments, num_pages, stripes=2)
+
+
+def compare_over_a_ring(kernel: ModuleType) -> None:
+    """The table names two pages of four; the step's last tokens are written over what its first would see."""
+    shape = Shape(2, 128, 64, 8, 8, page_size=32, time=40, totals=(100,))
+    arguments, num_pages = make_arguments(shape, is_absorbed=True, dtype=jnp.bfloat16, dead=0.0)
+    compare(kernel, shape, arguments._replace(page_table=arguments.page_table[:, 2:4]), num_pages)
+
+
+def compare_in_4_bits(kernel: ModuleType) -> None:
+    shape = Shape(1, 512, 64, 8, 8, page_size=64, time=1, totals=(70,))
+    compare(kernel, shape, *encoded(shape, "int4", "channels"))
+
+
+@pytest.mark.parametrize("compare_kernel", [compare_in_stripes, compare_over_a_ring])
+def test_stripes_merged_and_rings_equal_the_definition(compare_kernel):
+    compare_kernel(pallas_gpu)
+
+
+FAULTS: dict[str, tuple[Callable[[ModuleType], None], Fault]] = {
+    "positions of all pages": (
+        compare_in_stripes,
+        (pallas_gpu, "first_seen, end, stripe\n", "first_seen, end, None\n"),
+    ),
+    "splits of all pages": (
+        compare_in_stripes,
+        (pallas_gpu, "        arguments.stripe,", "        arguments.stripe and Stripe(1, 0),"),
+    ),
+    "pages that are written over": (
+        compare_over_a_ring,
+        (pallas_gpu, "held=splitting.held_of_pieces(arguments)", "held=None"),
+    ),
+    "pieces that begin together": (
+        compare_over_a_ring,
+        (splitting, "starts=(starts[:, None] + past)", "starts=(starts[:, None] + 0 * past)"),
+    ),
+    "bits of the first half": (compare_in_4_bits, (stages, "4 * half", "0 * half")),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
+    compare_kernel, own = FAULTS[fault]
+    kernel = faulty = with_fault(own)
+    if own[0] is not pallas_gpu:
+        kernel = pallas_gpu
+        user, name = (splitting, "in_pieces") if own[0] is splitting else (pallas_gpu, "convert_half")
+        monkeypatch.setattr(user, name, getattr(faulty, name))
+    # Of stripes the sums of what is NaN are a warning.
+    with pytest.raises((AssertionError, RuntimeWarning), match=r"relative error|invalid value"):
+        compare_kernel(kernel)
 
 
 def drop_last_page(arguments: LatentArguments) -> LatentArguments:
@@ -155,18 +248,19 @@ def make_pool(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (make_pool()._replace(stripe=Stripe(2, 0)), "tables of all pages, got one of a stripe; use 'xla'"),
         (
             make_pool()._replace(up=UpProjections(jnp.zeros((16, 8, 512)), jnp.zeros((16, 8, 512)))),
             "attends to latents as they are, got up-projections of heads; use 'xla'",
         ),
         (
-            make_pool()._replace(query=jnp.zeros((1, 17, 16, 512))),
-            "steps of at most 16 tokens .*, got 17; use",
+            make_pool(latent_dim=256)._replace(
+                latents=encode(Pages(jnp.zeros((2, 1, 64, 256))), "int4", "channels")
+            ),
+            "takes 4-bit latents of 512 entries, got 256; use 'xla'",
         ),
         (
             make_pool(dtype=jnp.float32),
-            "takes bfloat16 and float16 without .* of tokens or heads, got entries of number in float32",
+            "takes bfloat16 and float16 without .* of tokens or heads, .* got entries of number in float32",
         ),
         (make_pool(rope_dtype=jnp.float32), "rotated parts in bfloat16 and float16, got number in float32"),
         (make_pool(latent_dim=320), "multiple of 128 entries up to 512 .* of 64, got 320 and 64; use 'xla'"),
@@ -188,7 +282,10 @@ def test_what_the_kernel_does_not_take_is_refused(arguments: LatentArguments, me
         ("h200", "bf16", 16, 16, 4, 1024),
         ("h100", "bf16", 128, 128, 2, None),
         ("h200", "fp8_e4m3", 128, 64, 1, None),
+        ("h200", "fp8_e4m3", 128, 16, 4, 1024),
         ("h100", "int8", 16, 16, 4, 1024),
+        ("h200", "int4_token", 128, 64, 1, None),
+        ("h100", "int4_token", 16, 16, 40, 1024),
     ],
 )
 def test_kernels_for_hopper_spill_nothing_and_fit(
@@ -205,3 +302,12 @@ def test_kernels_for_hopper_spill_nothing_and_fit(
         print(name, report[:3])
         assert report.spilled_bytes == 0
         assert report.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("codec", ["bf16", "fp8_e4m3", "int4_token"])
+def test_a_kernel_over_a_stripe_spills_nothing(codec: str, tmp_path: Path):
+    shape = Shape(128, 512, 64, 128, 128, page_size=16, time=4)
+    options: dict[str, Any] = {"num_pages": 2**16, "is_striped": True, "scale": SCALE, "window": 1024}
+    reports = compile_latent(find_target("h200"), shape, codec, folder=tmp_path, **options)
+    assert [report.spilled_bytes for report in reports.values()] == [0, 0]

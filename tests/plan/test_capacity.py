@@ -21,11 +21,13 @@ from jkv.models.step import split_model
 from jkv.plan.capacity import Deployment, choices
 from jkv.plan.decoder import cache_groups
 from jkv.plan.lengths import LengthMix, one_length
+from jkv.targets import shapes_on
 from kernels_pallas.hopper import splits
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
 from kernels_pallas.paged_attention import PagedArguments, Pages, pallas_gpu
 
+from ..machines import find_target
 from ..tiny import make_config
 
 ONE = load_config("smollm2-cpu").mesh
@@ -114,7 +116,8 @@ def test_a_gpu_s_partial_results_are_what_its_kernel_allocates(model: str, conte
         return merged
 
     monkeypatch.setattr(splits, "merge", recorded)
-    jax.eval_shape(lambda: attend_on_a_gpu(spec.split_heads(8), heads, num_seqs=4, num_pages=pages))
+    call = functools.partial(make_call, spec.split_heads(8), heads, num_seqs=4, num_pages=pages)
+    jax.eval_shape(lambda: attend_on_a_gpu(call()))
     assert planned.partial_bytes(4) == sum(4 * array.size for array in held)
     # In a step of a token a sequence nothing else is as wide.
     decode = replace(planned, step_tokens=1)
@@ -124,7 +127,6 @@ def test_a_gpu_s_partial_results_are_what_its_kernel_allocates(model: str, conte
 
 
 def test_a_stripe_s_partial_results_are_those_of_its_own_pages():
-    """Of latents there are none: their kernel takes no stripe."""
     mesh = load_config("smollm2-cpu", ["--mesh", "h200-8"]).mesh
 
     def partial_bytes(model: str, context: int, num_stripes: int) -> int:
@@ -134,21 +136,43 @@ def test_a_stripe_s_partial_results_are_those_of_its_own_pages():
         return Deployment(spec, one_length(context), mesh, sizes).partial_bytes(4)
 
     assert partial_bytes("llama-3.1-70b", 8 * 4096, 8) == partial_bytes("llama-3.1-70b", 4096, 1) > 0
-    assert partial_bytes("deepseek-v3", 8 * 4096, 8) == 0
+    assert partial_bytes("deepseek-v3", 8 * 4096, 8) == partial_bytes("deepseek-v3", 4096, 1) > 0
 
 
-def attend_on_a_gpu(spec: CacheSpec, num_heads: int, *, num_seqs: int, num_pages: int) -> Any:
-    """Call a decode step's kernel, over a table of so many pages."""
+def make_call(
+    spec: CacheSpec, num_heads: int, *, num_seqs: int, num_pages: int, time: int = 1
+) -> PagedArguments | LatentArguments:
+    """Return a step's call of attention, over a table of so many pages."""
     group, rows = spec.groups[0], jnp.ones(num_seqs, jnp.int32)
     pages = [
         Pages(jnp.zeros((1, group.num_kv_heads, spec.page_size, dim), jnp.bfloat16)) for dim in group.dims
     ]
-    queries = [jnp.zeros((num_seqs, 1, num_heads, dim)) for dim in group.dims]
+    queries = [jnp.zeros((num_seqs, time, num_heads, dim), jnp.bfloat16) for dim in group.dims]
     rest = (*pages, jnp.zeros((num_seqs, num_pages), jnp.int32), rows, rows, 0)
-    options: Any = {"num_pages": 1, "scale": 1.0}
-    if group.kind == "latent":
-        return latent_gpu.latent_attention(LatentArguments(*queries, *rest), **options)
-    return pallas_gpu.paged_attention(PagedArguments(queries[0], *rest), **options)
+    return LatentArguments(*queries, *rest) if group.kind == "latent" else PagedArguments(queries[0], *rest)
+
+
+def attend_on_a_gpu(call: PagedArguments | LatentArguments) -> Any:
+    """Make a call of the kernel of one layer of one page."""
+    if isinstance(call, LatentArguments):
+        return latent_gpu.latent_attention(call, num_pages=1, scale=1.0)
+    return pallas_gpu.paged_attention(call, num_pages=1, scale=1.0)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(("head_dim", "share"), [(128, 0.7), (256, 1.01)])
+def test_a_gpu_s_kernel_holds_no_more_of_a_prompt_than_is_planned(head_dim: int, share: float):
+    sizes = load_config("smollm2-cpu", ["--model", "llama-3.1-70b"]).model.sizes
+    assert sizes is not None
+    # Attention is then the wider moment of a layer.
+    sizes = replace(sizes, head_dim=head_dim, mlp_dim=1024)
+    spec = CacheSpec.create(cache_groups(sizes, "bf16"), page_size=64)
+    planned = Deployment(spec, one_length(8192), ONE, sizes, step_tokens=512).memory(1).workspace
+    call = functools.partial(make_call, spec, sizes.num_heads, num_seqs=1, num_pages=128, time=512)
+    program = jax.jit(attend_on_a_gpu).lower(shapes_on(find_target("h200"), jax.eval_shape(call))).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert 0.9 * share < memory.temp_size_in_bytes / planned < share
 
 
 def test_more_partial_results_than_the_kernel_takes_are_not_counted():
