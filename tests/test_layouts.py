@@ -20,7 +20,7 @@ from jkv.collectives import assert_collectives
 from jkv.sharding import Sharding
 
 from .compare import assert_close
-from .layouts import CAPACITY, HEAD_DIM, NUM_HEADS, WINDOW, Form, Layout, make_sharding, run_history
+from .layouts import CAPACITY, HEAD_DIM, NUM_HEADS, NUM_ROWS, WINDOW, Form, Layout, make_sharding, run_history
 from .poison import poison
 
 # Rule: mesh axis and devices, outermost first.
@@ -124,6 +124,18 @@ def test_bfloat16_pages_in_stripes_differ_by_the_rounding_of_probabilities():
     for got, wanted in zip(outs, on_one_device(forms)[1], strict=True):
         for one, other in zip(got, wanted, strict=True):
             assert_close(one, other, 2**-7)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, None])
+def test_an_explicit_mesh_takes_arrays_that_lie_whole(num_kv_heads: int | None):
+    """As `jax.make_mesh` makes it, and as an automatic one does."""
+    forms, outs = (Form(num_kv_heads, "f32"),), []
+    rules = {"seq": ("data", 2), "context": ("stripe", 2), "head": ("model", 2)}
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        layout = Layout(forms, make_sharding(rules, axis_type), is_paged=False)
+        layout.place = lambda array, *axes: jnp.asarray(array)
+        outs.append([layout.step([12] * NUM_ROWS, 0), layout.step([1] * NUM_ROWS, 1)])
+    jax.tree.map(np.testing.assert_array_equal, *outs)
 
 
 def test_a_ragged_step_over_heads_and_stripes_is_that_of_one_device():

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool, pool_axes
@@ -39,6 +40,11 @@ def run(
         call = _in_stripes(local, sharding, cache.spec) if sharding.size("context") > 1 else call
         call = _over_mesh(call, axes, sharding, kind, pool, batch)
     heads = jax.tree.map(_refuse_gradient, heads)
+    if sharding is not None and sharding.is_explicit:
+        pairs = zip(heads, axes, strict=True)
+        heads = tuple(
+            jax.tree.map(functools.partial(_split, sharding.named(*names)), one) for one, names in pairs
+        )
     out, log_sum, pool = call(heads, pool, batch, jnp.asarray(layer, jnp.int32))
     pools = tuple(pool if i == group else other for i, other in enumerate(cache.pools))
     return out, log_sum, cache.replace(pools=pools)
@@ -63,6 +69,12 @@ def _over_mesh(
         out_specs=(spec("seq", None, "q_head", None), spec("seq", None, "q_head"), pool_specs),
         check_vma=False,
     )
+
+
+def _split(placement: NamedSharding, array: jax.Array) -> jax.Array:
+    """Return what every device has whole with the type that an explicit mesh asks for; nothing is sent."""
+    is_whole = all(part is None for part in jax.typeof(array).sharding.spec)
+    return jax.reshard(array, placement) if is_whole else array
 
 
 def _in_stripes(local: Any, sharding: Sharding, spec: CacheSpec) -> Any:
