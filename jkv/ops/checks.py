@@ -93,7 +93,7 @@ def find_group(cache: Cache, where: Where) -> CacheGroup:
     if not 0 <= group < len(cache.pools):
         raise ValueError(f"cache group must be in [0, {len(cache.pools)}), got {group}")
     spec = cache.spec.groups[group]
-    if not isinstance(layer, Tracer) and not 0 <= layer < spec.num_layers:
+    if not isinstance(layer, Tracer) and not 0 <= int(layer) < spec.num_layers:
         raise ValueError(f"layer must be in [0, {spec.num_layers}) of cache group {group}, got {layer}")
     return spec
 
