@@ -49,7 +49,8 @@ class CacheSection(Section):
 
     Attributes:
         layout: dense keeps every token in pages of the sequence's own; window does too, but of layers with a
-            window no more than they see; paged is as window, from a pool that all sequences share.
+            window no more than they see; paged is as window, from a pool that all sequences share. auto is
+            window where layers have one, else dense.
         page_size: tokens of a page.
         pool_layout: how the tokens of a page lie in memory; auto is tpu on TPUs and plain elsewhere.
         capacity: tokens a sequence may hold; auto is its prompt and new tokens.
@@ -60,7 +61,7 @@ class CacheSection(Section):
         scales: file of calibrated scales, which the static codecs need.
     """
 
-    layout: Literal["dense", "paged", "window"]
+    layout: Literal["auto", "dense", "paged", "window"]
     page_size: Count = 16
     pool_layout: Literal["auto", "plain", "tpu", "gpu"] = "auto"
     capacity: Count | Literal["auto"] = "auto"
@@ -74,7 +75,7 @@ class CacheSection(Section):
         """A shared pool alone has a number of pages, and codecs that need scales alone have them."""
         found = self._scale_conflicts()
         if self.layout != "paged" and self.num_pages != "auto":
-            reason = f'must be auto for layout {self.layout}, got {self.num_pages}; choose layout "paged"'
+            reason = f'must be auto without a shared pool, got {self.num_pages}; choose layout "paged"'
             found.append((("num_pages",), reason))
         return found
 

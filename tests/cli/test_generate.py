@@ -52,11 +52,13 @@ def test_tokens_are_printed_where_there_is_no_tokenizer(run_jkv, tiny, reference
     assert shown == ids(reference[0][40 : end + 1]) + "\n"
 
 
-def test_a_window_s_layers_keep_no_more_than_it(run_json, tiny):
+@pytest.mark.parametrize("layout", [(), ("--cache", "window")], ids=str)
+def test_a_window_s_layers_keep_no_more_than_it(run_json, tiny, layout):
     model = tiny.parent / "mistral_sliding"
     rows = np.load(model / "reference.npz")["greedy"].tolist()
-    flags = ("--cache", "window", "--page-size", 4, "--engine.prefill-buckets", 8, "--json")
-    shown = run_json(*GREEDY, "--model", model, *flags, "--prompt-tokens", *(ids(row[:40]) for row in rows))
+    flags = ("--page-size", 4, "--engine.prefill-buckets", 8, "--json")
+    prompts = [ids(row[:40]) for row in rows]
+    shown = run_json(*GREEDY, "--model", model, *layout, *flags, "--prompt-tokens", *prompts)
     assert [one["tokens"] for one in shown] == [row[40:] for row in rows]
     assert {one["cache_bytes"] for one in shown} == {(16 + 8) * 2 * 3 * 2 * 8 * 4}
 
@@ -106,7 +108,7 @@ def test_a_pool_serves_prompts_of_different_lengths(run_json, tiny, reference):
         (("--prompt-tokens", "1", "--temperature", "-1"), "engine.sampling.temperature"),
         (("--prompt-tokens", "1", "--top-p", "0"), "engine.sampling.top_p"),
         (("--prompt-tokens", "1", "--temprature", "1"), "--temprature: is not a flag"),
-        (("--prompt-tokens", "1", "--num-pages", "8"), "cache.num_pages: must be auto for layout dense, got"),
+        (("--prompt-tokens", "1", "--num-pages", "8"), "num_pages: must be auto without a shared pool, got"),
         (("--prompt-tokens", "1", "--cache", "window"), "cache layout window needs a model whose layers"),
         (("--prompt-tokens", "1,2", "--capacity", "2", "--max-new-tokens", "2"), "need a capacity of 3"),
         (("--prompt-tokens", "1", "--max-new-tokens", "513"), "the model reads at most 512 tokens, got 513"),

@@ -111,11 +111,11 @@ def test_every_error_of_every_file_is_told_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("section", "text", "message"),
     [
-        ("cache", "{layout: ring}", 'cache.layout: must be "dense", "paged" or "window", got "ring"'),
+        ("cache", "{layout: ring}", 'cache.layout: must be "auto", "dense", "paged" or "window", got "ring"'),
         (
             "cache",
             "{layout: window, num_pages: 8}",
-            'cache.num_pages: must be auto for layout window, got 8; choose layout "paged"',
+            'cache.num_pages: must be auto without a shared pool, got 8; choose layout "paged"',
         ),
         ("cache", "{layout: dense, page_size: '8'}", 'cache.page_size: must be an integer, got "8"'),
         ("cache", "{layout: dense, page_size: 8.0}", "cache.page_size: must be an integer, got 8.0"),
