@@ -51,8 +51,11 @@ def write(module: ModuleType, call: tuple[jax.Array, ...], page_size: int) -> np
 
 
 def write_by_scatter(call: tuple[jax.Array, ...], page_size: int) -> np.ndarray:
-    written = page_write.xla(*call, page_offset=jnp.int32(LAYER * NUM_PAGES), page_size=page_size)
-    return np.asarray(written).view(f"uint{8 * written.dtype.itemsize}")
+    """Return what the scatter writes of the entries' bits: XLA may quiet a NaN that it moves in bfloat16."""
+    pool, rows, slots = call
+    held, rows = (x.astype(pool.dtype).view(f"uint{8 * pool.dtype.itemsize}") for x in (pool, rows))
+    offset = jnp.int32(LAYER * NUM_PAGES)
+    return np.asarray(page_write.xla(held, rows, slots, page_offset=offset, page_size=page_size))
 
 
 # The first sequence's slots go on in another page, and the second's are the last of the layer.
