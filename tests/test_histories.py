@@ -107,7 +107,7 @@ def test_a_history_gives_what_dense_attention_gives_in_every_three_values(form: 
     assert_history_holds(form)
 
 
-@pytest.mark.histories
+@pytest.mark.product
 @pytest.mark.parametrize("head_dim", AXES["head_dim"])
 @pytest.mark.parametrize("page_size", AXES["page_size"])
 @pytest.mark.parametrize("codec", WHOLE["codec"])
