@@ -19,7 +19,6 @@ from kernels_pallas.latent_attention.shapes import MODELS as LATENT_MODELS
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention import Pages, Tiling, pallas_tpu, xla
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
-from kernels_pallas.tpu import sizes
 from tests.kernels_pallas.models import latent_arguments, model_arguments
 
 ALL_MODELS: dict[str, Shape | LatentShape] = MODELS | LATENT_MODELS
@@ -87,10 +86,6 @@ class Step(NamedTuple):
     def block_tokens(self, tiling: Tiling) -> int:
         """Return the tokens of a tile."""
         return self.kernel.block_tokens(self.arguments, window=self.shape.window, tiling=tiling)
-
-    def group_pages(self, tiling: Tiling) -> int:
-        """Return the pages whose copies begin together."""
-        return sizes.sizes_of(self.kernel.shape_of(self.arguments), self.num_pages, tiling).group_pages
 
 
 def step_of(model: str, codec: str) -> Step:

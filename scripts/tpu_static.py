@@ -74,8 +74,8 @@ def _end(bundles: list[Bundle], begin: int, region: str) -> int | None:
     return next((i for i in range(begin + 1, len(bundles)) if label.search(bundles[i].text)), None)
 
 
-def tile_cycles(bundles: list[Bundle], num_turns: int) -> int:
-    """Return the cycles of a tile: of its loop, and of the turns of the loop over its pages inside."""
+def tile_cycles(bundles: list[Bundle]) -> int:
+    """Return the cycles of a tile: of its loop."""
     kept = taken(bundles)
     products = [i for i, bundle in enumerate(kept) if "vmatpush" in bundle.text]
     depth, begin, end = kept[products[0]].depth, products[0], products[-1]
@@ -83,8 +83,7 @@ def tile_cycles(bundles: list[Bundle], num_turns: int) -> int:
         begin -= 1
     while end + 1 < len(kept) and kept[end + 1].depth >= depth:
         end += 1
-    tile = kept[begin : end + 1]
-    return sum(1 if bundle.depth == depth else num_turns for bundle in tile)
+    return end + 1 - begin
 
 
 def compiled_bundles(call: Callable[..., Any], arguments: Any, machine: str, name: str, folder: Path) -> str:
@@ -104,8 +103,7 @@ def own_share(step: Step, tiling: Tiling, machine: str, folder: Path) -> float:
     arguments = step.arguments, step.sinks
     listing = compiled_bundles(step.call("pallas_tpu", tiling), arguments, machine, "jkv_", folder)
     pages = step.block_tokens(tiling) // step.shape.page_size
-    turns = pages // step.group_pages(tiling)
-    return _share(tile_cycles(bundles_of(listing), turns), pages * step.page_bytes, machine)
+    return _share(tile_cycles(bundles_of(listing)), pages * step.page_bytes, machine)
 
 
 def jax_share(peer: str, model: str, codec: str, machine: str, folder: Path) -> float | None:
@@ -117,7 +115,7 @@ def jax_share(peer: str, model: str, codec: str, machine: str, folder: Path) -> 
     dims = (len(shape.totals), shape.time, shape.num_heads, shape.head_dim)
     arguments = jax.ShapeDtypeStruct(dims, jnp.bfloat16), jax.eval_shape(call.make_operands)
     listing = compiled_bundles(call.function, arguments, machine, peer, folder)
-    return _share(tile_cycles(bundles_of(listing), 1), call.block_bytes, machine)
+    return _share(tile_cycles(bundles_of(listing)), call.block_bytes, machine)
 
 
 def _share(cycles: int, nbytes: int, machine: str) -> float:

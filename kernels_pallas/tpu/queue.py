@@ -8,7 +8,8 @@ and the next on its way. Pages are counted in their stripe. Knows no query and n
 
 import dataclasses
 import functools
-import operator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +27,35 @@ CURSOR = 6
 _PIECE, _TILE, _FILL, _DRAIN, _PART, _SLOT = range(CURSOR)
 
 
+@dataclasses.dataclass
+class Starts:
+    """The copies of a tile, which begin one by one while another is attended to.
+
+    The compiler keeps loads of tiles and copies into them in the order of the program: neither may come in a
+    heap. Copies take scalar slots alone, some four cycles each, and cost nothing beside a vector's work.
+
+    Attributes:
+        steps: begins one with each step, and ends with what is to be done about pages that are none.
+        count: of copies.
+        num_begun: of them.
+    """
+
+    steps: Iterator[Any]
+    count: int
+    num_begun: int = 0
+
+    def reach(self, share: float) -> None:
+        """Begin copies until so many of all have."""
+        while self.num_begun < int(share * self.count):
+            next(self.steps)
+            self.num_begun += 1
+
+    def end(self) -> tuple[Any, Callable[[], None]]:
+        """Begin the rest; return whether the tile has pages that are none, and what leaves them out."""
+        *_, last = self.steps
+        return last
+
+
 @dataclasses.dataclass(frozen=True)
 class Queue:
     """The queue, inside a kernel.
@@ -38,12 +68,12 @@ class Queue:
         pools: in HBM.
         tiles: entries `[buffer, kv_head, page, row, 128]` and scales `[buffer, page, kv_head * row, 128]` of
             each pool, in VMEM; scales and zero points of runs as entries.
-        rows: int32 `[slot, seq * max_pages]` in SMEM, as the next four: parts of the table.
+        rows: int32 `[slot * seq * max_pages]` in SMEM, as the next four: parts of the table.
         cursor: int32 `[6]`.
         copies: int32 `[buffer]`, pages on their way.
         holes: int32 `[buffer]`, pages that are none.
         places: int32 `[buffer, page]`, places in the tile of those that are none.
-        semaphores: `[pool, buffer]`.
+        semaphores: `[buffer]`.
         row_semaphores: `[slot]`.
     """
 
@@ -64,7 +94,7 @@ class Queue:
     def end_page(self, piece: Any) -> Any:
         """Return the page past the last that a piece sees."""
         page_size = self.sizes.shape.page_size
-        return jax.lax.div(self.pieces.ends[piece] + page_size - 1, page_size)
+        return _divided(self.pieces.ends[piece] + page_size - 1, page_size)
 
     def pages_of(self, piece: Any, tile: Any) -> tuple[Any, Any]:
         """Return the pages of a tile that a piece sees."""
@@ -75,8 +105,8 @@ class Queue:
     def tiles_of(self, piece: Any) -> tuple[Any, Any]:
         """Return the tiles that a piece sees."""
         block_pages = self.sizes.block_pages
-        begin = jax.lax.div(self.pieces.begins[piece], block_pages)
-        return begin, pl.cdiv(self.end_page(piece), block_pages)
+        begin = _divided(self.pieces.begins[piece], block_pages)
+        return begin, _divided(self.end_page(piece) + block_pages - 1, block_pages)
 
     def begin(self) -> None:
         """Start the copies of the first tiles, all that there is room for but one."""
@@ -89,55 +119,74 @@ class Queue:
         part = self._part_of(jnp.minimum(first, self.sizes.num_pieces - 1))
         self._copy_rows(part, self._next_slot()).start()
         self._take_rows(part)
-        for _ in range(self.sizes.num_buffers - 1):
-            self.fetch()
 
-    def fetch(self) -> None:
-        """Start the copies of the tile at the cursor, if there is one, and move the cursor on."""
+        def fetch(_, carry):
+            has_holes, leave_out = self.fetch().end()
+            pl.when(has_holes)(leave_out)
+            return carry
+
+        jax.lax.fori_loop(0, self.sizes.num_buffers - 1, fetch, 0)
+
+    def fetch(self) -> Starts:
+        """Return the copies of the tile at the cursor, of nothing past the last; they move the cursor on."""
+        return Starts(self._steps(), self.sizes.block_pages * len(self._pairs(0, 0)))
+
+    def _steps(self) -> Iterator[Any]:
+        """Begin a copy with each step, without a branch: see `Starts`."""
+        sizes, max_pages = self.sizes, self.sizes.shape.max_pages
         piece, tile, buffer = (self.cursor[i] for i in (_PIECE, _TILE, _FILL))
+        # Past the last piece its row is read, of which nothing is seen.
+        own = jnp.minimum(piece, sizes.shape.num_seqs * sizes.pieces_per_seq - 1)
+        part = self._part_of(own)
+        if sizes.num_parts > 1:
+            is_next = (piece < sizes.num_pieces) & (part != self.cursor[_PART])
+            pl.when(is_next)(lambda: self._take_rows(part))
+        row = _divided(own, sizes.pieces_per_seq) - part * sizes.part_seqs
+        base = self.cursor[_SLOT] * sizes.part_pages + row * max_pages
+        first, count = tile * sizes.block_pages, math.gcd(sizes.block_pages, max_pages)
+        column = first - _divided(first, max_pages) * max_pages
+        begin, end = self.pages_of(piece, tile)
+        has_holes: Any = False
+        for place in range(sizes.block_pages):
+            if place and place % count == 0:
+                column = jnp.where(column + count == max_pages, 0, column + count)
+            index = self.rows[base + column + place % count]
+            is_seen = _is_below(place - (begin - first), end - begin)
+            is_page = _is_below(index, sizes.num_pages)
+            is_started = is_seen & is_page
+            has_holes |= is_seen & ~is_page
+            for array, tile_ref, semaphore in self._pairs(buffer, place):
+                pages = array.at[pl.ds(self.offset[0], sizes.num_pages)]
+                pl.when(is_started)(pltpu.make_async_copy(pages.at[index], tile_ref, semaphore).start)
+                yield
 
-        @pl.when(piece < self.sizes.num_pieces)
-        def _():
-            part = self._part_of(piece)
-            if self.sizes.num_parts > 1:
-                pl.when(part != self.cursor[_PART])(lambda: self._take_rows(part))
-            slot, max_pages = self.cursor[_SLOT], self.sizes.shape.max_pages
-            row = jax.lax.div(piece, self.sizes.pieces_per_seq) - part * self.sizes.part_seqs
-            begin, end = self.pages_of(piece, tile)
-            first, count = tile * self.sizes.block_pages, self.sizes.group_pages
-            self.holes[buffer] = 0
+        self.holes[buffer] = 0
+        self.copies[buffer] = end - begin
+        is_last = tile + 1 >= self.tiles_of(piece)[1]
+        following = self.pieces.following[jnp.minimum(piece + 1, sizes.num_pieces)]
+        self.cursor[_PIECE] = jnp.where(is_last, following, piece)
+        self.cursor[_TILE] = jnp.where(is_last, self.tiles_of(following)[0], tile + 1)
+        self.cursor[_FILL] = self._next(buffer)
 
-            def fetch_group(group, carry):
-                column = row * max_pages + jax.lax.rem(first + group * count, max_pages)
-                holes = []
-                for i in range(count):
-                    index, place = self.rows[slot, column + i], group * count + i
-                    is_seen = _is_below(first + place - begin, end - begin)
-                    is_page = _is_below(index, self.sizes.num_pages)
-                    pl.when(is_seen & is_page)(functools.partial(self._start, index, buffer, place))
-                    holes.append((place, is_seen & ~is_page))
-
-                @pl.when(functools.reduce(operator.or_, [is_hole for _, is_hole in holes]))
-                def _():
-                    for place, is_hole in holes:
-                        pl.when(is_hole)(functools.partial(self._leave_out, buffer, place))
-
+        def leave_out():
+            def look(place, carry):
+                index = self.rows[base + jax.lax.rem(place, max_pages)]
+                is_hole = ~_is_below(index, sizes.num_pages)
+                pl.when(is_hole)(functools.partial(self._leave_out, buffer, place - first))
                 return carry
 
-            jax.lax.fori_loop(jax.lax.div(begin - first, count), pl.cdiv(end - first, count), fetch_group, 0)
+            jax.lax.fori_loop(begin, end, look, 0)
             self.copies[buffer] = end - begin - self.holes[buffer]
-            is_last = tile + 1 >= self.tiles_of(piece)[1]
-            following = self.pieces.following[piece + 1]
-            self.cursor[_PIECE] = jnp.where(is_last, following, piece)
-            self.cursor[_TILE] = jnp.where(is_last, self.tiles_of(following)[0], tile + 1)
-            self.cursor[_FILL] = self._next(buffer)
+
+        yield has_holes, leave_out
 
     def take(self) -> Any:
         """Wait for every page of the next tile, and return its buffer."""
         buffer = self.cursor[_DRAIN]
+        copies = self.copies[buffer]
 
         for bit in range(self.sizes.block_pages.bit_length()):
-            is_set = self.copies[buffer] & (1 << bit) != 0
+            is_set = copies & (1 << bit) != 0
             pl.when(is_set)(functools.partial(self._wait, buffer, 1 << bit))
         return buffer
 
@@ -147,7 +196,7 @@ class Queue:
 
     def _part_of(self, piece: Any) -> Any:
         """Return the part of the table that names a piece's pages."""
-        return jax.lax.div(piece, self.sizes.pieces_per_seq * self.sizes.part_seqs)
+        return _divided(piece, self.sizes.pieces_per_seq * self.sizes.part_seqs)
 
     def _take_rows(self, part: Any) -> None:
         """Wait for a part of the table, and start the copy of the next that is needed."""
@@ -166,12 +215,8 @@ class Queue:
         return jax.lax.rem(self.cursor[_SLOT] + 1, self.sizes.num_slots)
 
     def _copy_rows(self, part: Any, slot: Any) -> Any:
-        return pltpu.make_async_copy(self.table.at[part], self.rows.at[slot], self.row_semaphores.at[slot])
-
-    def _start(self, index: Any, buffer: Any, place: Any) -> None:
-        """Start the copies of a page of the layer to its place in a tile."""
-        for pool, tile, semaphore in self._pairs(buffer, place):
-            pltpu.make_async_copy(pool.at[index + self.offset[0]], tile, semaphore).start()
+        rows = self.rows.at[pl.ds(slot * self.sizes.part_pages, self.sizes.part_pages)]
+        return pltpu.make_async_copy(self.table.at[part], rows, self.row_semaphores.at[slot])
 
     def _wait(self, buffer: Any, count: int) -> None:
         """Wait for the copies of so many pages, whichever they are: semaphores count bytes."""
@@ -180,9 +225,8 @@ class Queue:
 
     def _pairs(self, buffer: Any, place: Any) -> list[tuple[Any, Any, Any]]:
         """Return each pool's arrays, where pages of them go, and the semaphore of that."""
-        pairs = []
-        for part, (pool, tiles) in enumerate(zip(self.pools, self.tiles, strict=True)):
-            semaphore = self.semaphores.at[part, buffer]
+        pairs, semaphore = [], self.semaphores.at[buffer]
+        for pool, tiles in zip(self.pools, self.tiles, strict=True):
             pairs.append((pool.data, tiles.data.at[buffer, :, place], semaphore))
             if tiles.zero is not None:
                 pairs.append((pool.scale, tiles.scale.at[buffer, :, place], semaphore))
@@ -201,6 +245,11 @@ class Queue:
 
     def _next(self, buffer: Any) -> Any:
         return jnp.where(buffer + 1 == self.sizes.num_buffers, 0, buffer + 1)
+
+
+def _divided(count: Any, by: int) -> Any:
+    """Divide a number that is not negative, without a look at its sign."""
+    return jax.lax.div(jnp.asarray(count).astype(jnp.uint32), jnp.uint32(by)).astype(jnp.int32)
 
 
 def _is_below(count: Any, limit: Any) -> Any:

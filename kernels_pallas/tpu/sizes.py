@@ -21,8 +21,8 @@ MAX_ROWS, _STEP_BYTES = 512, 2**19
 _MAX_HEAD_ROWS = 2**12
 # Tokens of a tile at most, and logits of a head in it.
 _MAX_BLOCK, _MAX_LOGITS = 2048, 2**18
-# Pages whose copies begin together, at most: while those of one begin, those of the next are worked out.
-_GROUP_PAGES = 4
+# Pages of a tile at most, where none is asked for: the copies of each are in the program.
+_MAX_PAGES = 64
 # Half of the SMEM of every generation, 1 MiB; half of a v7x core's VMEM.
 SMEM_BYTES, VMEM_BYTES = 2**19, 2**25
 
@@ -159,9 +159,9 @@ class Sizes:
         return min(2, self.num_parts)
 
     @property
-    def group_pages(self) -> int:
-        """Pages whose copies begin together: of one tile, and beside one another in the table."""
-        return math.gcd(_GROUP_PAGES, self.block_pages, self.shape.max_pages)
+    def part_pages(self) -> int:
+        """Pages of a part of the table."""
+        return self.part_seqs * self.shape.max_pages
 
     @property
     def block(self) -> int:
@@ -233,7 +233,7 @@ def tiling_for(shape: Shape, *, window: int | None) -> Tiling:
     most_rows = min(MAX_ROWS, _MAX_HEAD_ROWS // (shape.num_kv_heads * shape.num_parts))
     query_tokens = max(1, most_rows // shape.group)
     rows = min(shape.time, query_tokens) * shape.group
-    most = min(_MAX_BLOCK, _MAX_LOGITS // rows)
+    most = min(_MAX_BLOCK, _MAX_LOGITS // rows, _MAX_PAGES * shape.page_size)
     longest = longest_seen(shape, window=window)
     tile_bytes = _TILE_BYTES if shape.time == 1 else _TILE_BYTES // 2
     of_tile = min(tile_bytes // shape.token_bytes, longest // _LEAST_TILES)

@@ -32,6 +32,8 @@ from kernels_pallas.tpu.slot_runs import decoded, own_logits
 
 # Below every logit of finite keys; finite, so that differences of two are numbers.
 _LOWEST = -(2.0**127)
+# The copies of the next tile that have begun when a tile's weights are known, a share of all.
+_BEFORE_VALUES = 1 / 2
 _FP8: dict[str, Any] = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
@@ -107,7 +109,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
     def of_call(*dims: int) -> pl.BlockSpec:
         return pl.BlockSpec(dims, lambda step, *_: (0,) * len(dims))
 
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     of_scales = {"head": of_call(shape.num_kv_heads, 1, LANES), None: None}
     pools = tuple(
         Stored(in_hbm, of_scales.get(part.scaling, in_hbm), None if part.runs is None else in_hbm)
@@ -142,12 +144,12 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
                 sums,
                 sums,
                 pltpu.VMEM((shape.num_kv_heads, sizes.rows, value_lanes), jnp.float32),
-                pltpu.SMEM((sizes.num_slots, sizes.part_seqs * shape.max_pages), jnp.int32),
+                pltpu.SMEM((sizes.num_slots * sizes.part_pages,), jnp.int32),
                 pltpu.SMEM((CURSOR,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers, sizes.block_pages), jnp.int32),
-                pltpu.SemaphoreType.DMA((len(shape.parts), sizes.num_buffers)),
+                pltpu.SemaphoreType.DMA((sizes.num_buffers,)),
                 pltpu.SemaphoreType.DMA((sizes.num_slots,)),
             ],
         ),
@@ -187,12 +189,12 @@ def _kernel(
     peak_ref,  # float32 [kv_head, row, 128], equal lanes      VMEM
     total_ref,  # float32 [kv_head, row, 128], to be added     VMEM
     sum_ref,  # float32 [kv_head, row, lane]                   VMEM
-    rows_ref,  # int32 [slot, seq * max_pages]                 SMEM
+    rows_ref,  # int32 [slot * seq * max_pages]               SMEM
     cursor_ref,  # int32 [6]                                   SMEM
     copies_ref,  # int32 [buffer]: pages on their way          SMEM
     holes_ref,  # int32 [buffer]: pages that are none          SMEM
     places_ref,  # int32 [buffer, page]: where these are       SMEM
-    semaphores_ref,  # DMA [pool, buffer]
+    semaphores_ref,  # DMA [buffer]
     row_semaphores_ref,  # DMA [slot]
     *,
     sizes: Sizes,
@@ -284,9 +286,13 @@ def _kernel(
     def show_all():
         tokens_ref[...] = tokens()
 
-    def numbers(index, buffer, heads):
+    def numbers(index, buffer, heads, starts, share):
         """Return entries of a tile as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
-        part, entries = shape.parts[index], tiles[index].data[buffer, heads]
+        part, loaded = shape.parts[index], []
+        for page in range(block_pages):
+            loaded.append(tiles[index].data[buffer, heads, pl.ds(page, 1)])
+            starts.reach(share((page + 1) / block_pages))
+        entries = jnp.concatenate(loaded, axis=1)
         if part.entry == "int4":
             halves = nibbles(entries, part, is_paired=shape.is_paired)
             if part.scaling == "slots":
@@ -343,7 +349,7 @@ def _kernel(
             joined = taken if begin == 0 else jnp.where(lane < begin, joined, taken)
         return joined
 
-    def attend(index, piece, tile, buffer):
+    def attend(index, piece, tile, buffer, starts):
         """Take a tile into the sums of a piece."""
         position = (tile * block_pages * stride_ref[0] + first_page_ref[0]) * page_size + tokens_ref[...]
         # Row `token * group + head` sees places up to its token's, compared in rows: nothing is divided.
@@ -400,11 +406,9 @@ def _kernel(
 
         def take_heads(first):
             heads, own = pl.ds(first, batch), slice(first, first + batch)
-            keys = [numbers(part, buffer, heads) for part in range(shape.num_keys)]
-            values = (
-                keys[shape.value] if shape.value < shape.num_keys else numbers(shape.value, buffer, heads)
-            )
+            keys = [numbers(part, buffer, heads, starts, _of_keys) for part in range(shape.num_keys)]
             logits = summed_logits(heads, own, keys)
+            starts.reach(_BEFORE_VALUES)
             if options.soft_cap is not None:
                 logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
             logits = jnp.where(is_seen[None], logits, -jnp.inf)
@@ -417,6 +421,11 @@ def _kernel(
             added_to = [jnp.sum(weights * shift[own], axis=-1, keepdims=True) for shift in shifts]
             peak_ref[heads] = peak
             total_ref[heads] = total_ref[heads] * keep + added
+            values = (
+                keys[shape.value]
+                if shape.value < shape.num_keys
+                else numbers(shape.value, buffer, heads, starts, _of_values)
+            )
             update = weighted(scaled, added_to, values)
             sum_ref[heads] = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1]) + update
 
@@ -501,13 +510,19 @@ def _kernel(
         begin_piece()
 
         def take(tile, carry):
-            queue.fetch()
             buffer = queue.take()
             has_holes = holes_ref[buffer] > 0
             clear_edges(piece, tile, buffer)
             pl.when(has_holes)(lambda: hide(buffer))
-            attend(index, piece, tile, buffer)
-            pl.when(has_holes)(show_all)
+            starts = queue.fetch()
+            attend(index, piece, tile, buffer, starts)
+            has_new_holes, leave_out = starts.end()
+
+            @pl.when(has_holes | has_new_holes)
+            def _():
+                pl.when(has_holes)(show_all)
+                pl.when(has_new_holes)(leave_out)
+
             queue.leave(buffer)
             return carry
 
@@ -521,6 +536,16 @@ def _kernel(
         queue.begin()
 
     jax.lax.fori_loop(0, sizes.pieces_per_step, walk_piece, 0)
+
+
+def _of_keys(loaded: float) -> float:
+    """Return the share of copies that have begun when so much of a tile's keys is loaded."""
+    return max(0.0, loaded - 0.5) / 4
+
+
+def _of_values(loaded: float) -> float:
+    """Return the same of its values."""
+    return _BEFORE_VALUES + loaded / 4
 
 
 def _repeated(lanes: Array, count: int) -> Array:

@@ -74,8 +74,8 @@ FAULTS: dict[str, Fault] = {
     "a copy that is not waited for": (queue, "pltpu.make_async_copy(tile, tile, semaphore).wait()", "pass"),
     "a copy into a tile that is in use": (
         queue,
-        "range(self.sizes.num_buffers - 1)",
-        "range(self.sizes.num_buffers)",
+        "self.sizes.num_buffers - 1, fetch",
+        "self.sizes.num_buffers, fetch",
     ),
     "a copy into another tile": (
         queue,
