@@ -25,6 +25,7 @@ from kernels_pallas.paged_attention import PagedArguments, Stripe, pallas_gpu
 from kernels_pallas.paged_attention.shapes import Shape
 
 from .kernels_pallas.models import make_pages
+from .machines import recording
 
 
 def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -38,7 +39,7 @@ def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # Each kernel of a call has a state of its own, and the interpreter keeps the last one's alone.
         patch.setattr(gpu_callbacks, "GPURaceDetectionState", observed)
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with plgpu.force_gpu_interpret_mode(recording(plgpu.InterpretGPUParams)):
             out = jax.block_until_ready(call(*arguments))
     races = [state.races_found for state in states]
     assert races == [False, False], f"races in kernels: {races}"

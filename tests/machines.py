@@ -1,5 +1,8 @@
 """Machines that are not here, for tests that compile for them."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 from jax.sharding import Mesh
 
@@ -12,3 +15,9 @@ def find_target(machine: str) -> Mesh:
         return target(machine) if machine in TARGETS else target_mesh(machine, (1,), {"device": 1})
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
+
+
+def recording(parameters: type) -> Any:
+    """Return parameters of an interpreter that records races: newer ones raise at the first by default."""
+    names = {field.name for field in dataclasses.fields(parameters)}
+    return parameters(detect_races=True, **({"on_race": "warn"} if "on_race" in names else {}))

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.hopper import accumulators
 
 from ..compare import assert_close
+from ..machines import recording
 from .test_latent_attention import make_arguments
 from .test_latent_attention_gpu import DECODE, TILING, own_error, run_kernel, run_reference
 
@@ -70,7 +71,7 @@ def add_twice(plus_product: Any, *, in_place: bool) -> tuple[np.ndarray, np.ndar
             plgpu.Barrier(num_arrivals=2),
         ],
     )
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with plgpu.force_gpu_interpret_mode(recording(plgpu.InterpretGPUParams)):
         out = jax.block_until_ready(call(*matrices, sums))
     exact = [np.asarray(each, np.float64) for each in (*matrices, sums)]
     return np.asarray(out), exact[2] + 2 * exact[0] @ exact[1]

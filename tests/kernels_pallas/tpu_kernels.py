@@ -18,13 +18,14 @@ from jkv.cache.encoding import encode, encode_run, largest_entry
 from kernels_pallas.paged_attention import Pages, PageSizes
 from kernels_pallas.tpu import queue, walk
 
+from ..machines import recording
 from ..rows import in_rows
 
 
 def interpreted(call: Callable[[], Any]) -> Any:
     """Run in the interpreter, where what was never written is NaN; races are looked for."""
     pltpu.reset_tpu_interpret_mode_state()
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+    with pltpu.force_tpu_interpret_mode(recording(pltpu.InterpretParams)):
         return jax.block_until_ready(call())
 
 
