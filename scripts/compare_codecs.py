@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jkv.cache.codec import CODECS, PoolLayout
+from jkv.cache.codec import PoolLayout
 from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.cli.score import EVERY_CODEC
 from jkv.decode.calibrate import calibrate
 from jkv.decode.compare import compare
 from jkv.decode.generate import Decoding
@@ -24,8 +25,7 @@ from jkv.models.decoder import cache_spec
 from jkv.models.load import load_model, load_tokenizer
 from jkv.models.weights.locate import resolve_model
 
-DEFAULT = [name for name, codec in CODECS.items() if codec.scaling != "static" and name != "f32"]
-PAIRS = ["int8/int4", "bf16/int4", "int4/int8", "fp8_e4m3/int4"]
+DEFAULT = [name for name in EVERY_CODEC if name != "f32"]
 CALIBRATED = slice(4096, 4096 + 8192)
 
 
@@ -39,9 +39,7 @@ def main() -> None:
         "--bytes", action="store_true", help="print what a token takes in each layout instead"
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument(
-        "--codecs", default=",".join([*DEFAULT, *PAIRS]), help="names, or keys/values, with commas"
-    )
+    parser.add_argument("--codecs", default=",".join(DEFAULT), help="names, or keys/values, with commas")
     arguments = parser.parse_args()
     codecs = arguments.codecs.split(",")
     if arguments.bytes:

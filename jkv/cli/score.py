@@ -27,8 +27,8 @@ from jkv.decode.score import Score, score
 from jkv.models.load import LanguageModel, load_tokenizer
 
 # What needs no scales; then keys and values in different codecs.
-_EVERY = [name for name, codec in CODECS.items() if codec.scaling != "static"]
-_EVERY += ["int8/int4", "bf16/int4", "int4/int8", "fp8_e4m3/int4"]
+EVERY_CODEC = [name for name, codec in CODECS.items() if codec.scaling != "static"]
+EVERY_CODEC += ["int8/int4", "bf16/int4", "int4/int8", "fp8_e4m3/int4"]
 # Where a context begins that is worth a row of its own.
 _BORDERS = (512, 1024, 2048, 4096, 8192)
 
@@ -107,7 +107,7 @@ def compare_codecs(
     compared, refused = {_codec_name(config.cache): own}, {}
     if [group.codecs for group in own.spec.groups] == [group.codecs for group in base.spec.groups]:
         compared = {}
-        for name in (name for name in _EVERY if name != base_codec):
+        for name in (name for name in EVERY_CODEC if name != base_codec):
             keys, _, values = name.partition("/")
             try:
                 compared[name] = with_codecs(keys, values or None)
