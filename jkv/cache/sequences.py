@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jkv.cache.cache import Cache, Pool, cache_axes, check_integers, check_shards
+from jkv.cache.cache import Cache, Pool, cache_axes, check_shards
+from jkv.cache.checks import check_integers
 from jkv.sharding import Sharding
 
 

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.batch import TokenBatch
-from jkv.cache.cache import Cache, Scales
+from jkv.cache.cache import Cache
+from jkv.cache.checks import Scales
 from jkv.cache.codec import Codec
 from jkv.cache.encoding import decode, encode, largest_entry, rotate
 from jkv.cache.spec import CacheSpec

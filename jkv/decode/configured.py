@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jkv.cache.cache import Scales
+from jkv.cache.checks import Scales
 from jkv.cache.codec import choose_layout
 from jkv.cache.spec import CacheSpec
 from jkv.config import CacheSection, DecodeConfig, MeshSection

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.cache.cache import Cache, Scales
+from jkv.cache.cache import Cache
+from jkv.cache.checks import Scales
 from jkv.cache.spec import CacheSpec
 from jkv.decode.batch import DEFAULT_BUCKETS, Prompts, read_prompts, round_capacity
 from jkv.decode.loop import FINISH_REASONS, NOT_FINITE, RUNNING, WAITING, DecodeState

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.cache.cache import Scales
+from jkv.cache.checks import Scales
 from jkv.cache.spec import CacheSpec
 from jkv.models.weights.safetensors import SafetensorsSource, read_metadata, write_safetensors
 

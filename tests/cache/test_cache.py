@@ -10,7 +10,8 @@ import pytest
 
 from jkv import ops
 from jkv.cache import sequences
-from jkv.cache.cache import Cache, check_integers
+from jkv.cache.cache import Cache
+from jkv.cache.checks import check_integers
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.sharding import Sharding
 
