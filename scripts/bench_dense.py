@@ -60,9 +60,7 @@ def forms(weight: np.ndarray, rows: int) -> dict[str, Callable[[], jax.Array]]:
         ),
     }
     narrow, x16 = [w.astype(jnp.bfloat16) for w in plain], x.astype(jnp.bfloat16)
-    made["bf16 x @ w.T"] = cycle(
-        lambda x, w: jax.lax.dot_general(x, w, (((2,), (1,)), ((), ()))), x16, narrow
-    )
+    made["bf16 x @ w.T"] = cycle(product, x16, narrow)
     made["bf16 dense"] = cycle(dense, x16, narrow)
     if rows == 1:
         for name, make in (("int8", Int8Weight), ("int4", Int4Weight)):
