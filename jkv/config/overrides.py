@@ -62,8 +62,17 @@ def read_flags[T](kind: type[T], flags: Sequence[str], *, prog: str, **options: 
         options: of `tyro.cli`.
 
     Raises:
-        ConfigError: a value is missing, or not of the right kind.
+        ConfigError: a value is missing or not of the right kind, or a flag of several values is given twice,
+            the first of which would be lost.
     """
+    names = [word.partition("=")[0].replace("_", "-") for word in flags]
+    lists = [
+        f"--{field.name.replace('_', '-')}" for field in fields(kind) if isinstance(field.default, tuple)
+    ]
+    if twice := [name for name in lists if names.count(name) > 1]:
+        raise ConfigError(
+            [Problem(COMMAND_LINE, name, "must be given once, with all values") for name in twice]
+        )
     import tyro  # takes longer to import than the rest of a load without flags
 
     report = io.StringIO()

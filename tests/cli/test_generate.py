@@ -84,6 +84,10 @@ def test_a_pool_serves_prompts_of_different_lengths(run_json, tiny, reference):
         (("--prompt", "x", "--chat", "y"), "got --prompt and --chat"),
         (("--prompt", "x"), "must have a tokenizer.json"),
         (("--prompt", "x", "--system", "y"), "--system goes before a chat message"),
+        (
+            ("--prompt-tokens", "1", "--prompt_tokens=2"),
+            "--prompt-tokens: must be given once, with all values",
+        ),
         (("--prompt-tokens", "1,x"), "--prompt-tokens must be numbers with commas, as 1,2,3, got '1,x'"),
         (("--prompt-tokens", "1_0,2"), "--prompt-tokens must be numbers with commas, as 1,2,3, got '1_0,2'"),
         (("--prompt-tokens", "1", "--logit-bias", "1_0=1"), "--logit-bias must be ID=VALUE"),
