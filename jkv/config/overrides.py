@@ -66,10 +66,7 @@ def read_flags[T](kind: type[T], flags: Sequence[str], *, prog: str, **options: 
             the first of which would be lost.
     """
     names = [word.partition("=")[0].replace("_", "-") for word in flags]
-    lists = [
-        f"--{field.name.replace('_', '-')}" for field in fields(kind) if isinstance(field.default, tuple)
-    ]
-    if twice := [name for name in lists if names.count(name) > 1]:
+    if twice := [name for name in own_flags(kind, default=tuple) if names.count(name) > 1]:
         raise ConfigError(
             [Problem(COMMAND_LINE, name, "must be given once, with all values") for name in twice]
         )
@@ -90,9 +87,11 @@ def read_flags[T](kind: type[T], flags: Sequence[str], *, prog: str, **options: 
     return read
 
 
-def own_flags(kind: type[Any]) -> list[str]:
-    """Return the flags of a dataclass's fields."""
-    return [f"--{field.name.replace('_', '-')}" for field in fields(kind)]
+def own_flags(kind: type[Any], *, default: type = object) -> list[str]:
+    """Return the flags of a dataclass's fields whose default is of a type."""
+    return [
+        f"--{field.name.replace('_', '-')}" for field in fields(kind) if isinstance(field.default, default)
+    ]
 
 
 def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
