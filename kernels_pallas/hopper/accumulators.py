@@ -5,14 +5,19 @@ of its columns have layouts of their own, in which they combine with it.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 # A vector with an entry for each row of an accumulator, and one for each column.
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -22,6 +27,8 @@ OF_ROWS_BY_COLUMN = plgpu.Layout.TILED(
     Tiling(((64, 1), (16, 1), (8, 1))), warp_dims=(-6,), lane_dims=(-2, Replicated(4)), vector_dim=-1
 )
 LOG2_E = math.log2(math.e)
+# Rows of a product, and the warps that they are divided among.
+_PRODUCT_ROWS, _WARPS = 64, 4
 # Of a tile's row: 64 entries of 16 bits are the 128 bytes that a swizzle takes at most.
 _TILE_ENTRIES, _LEAST_TILE_BYTES = 64, 32
 
@@ -76,6 +83,65 @@ def load_matrix(ref: Any, num_columns: int, *, is_interpreted: bool) -> jax.Arra
     if is_interpreted:
         return plgpu.load(ref, optimized=False).reshape(shape)
     return plgpu.load(ref.reshape(*shape), layout=OF_ROWS_BY_COLUMN, optimized=False)
+
+
+def load_of_runs(
+    ref: Any, columns: slice, *, num_rows: int, num_columns: int, is_interpreted: bool
+) -> jax.Array:
+    """Load columns of a matrix that is a vector in shared memory, its rows repeated to fill a product's.
+
+    Of two rows or four: those of the product that a warp holds are all of one.
+    """
+    shape, num_taken = (num_rows, num_columns), columns.stop - columns.start
+    if is_interpreted:
+        rows = plgpu.load(ref, optimized=False).reshape(shape)[:, columns]
+        return jnp.repeat(rows, _PRODUCT_ROWS // num_rows, axis=0)
+    warps = (-3,) if num_rows == _WARPS else (-3, Replicated(_WARPS // num_rows))
+    of_warps = plgpu.Layout.TILED(
+        Tiling(((num_rows, 8), (2,))), warp_dims=warps, lane_dims=(Replicated(8), -2), vector_dim=-1
+    )
+    own_ref = ref.reshape(*shape).at[:, pl.ds(columns.start, num_taken)]
+    rows = plgpu.load(own_ref, layout=of_warps, optimized=False)
+
+    def repeat(rows: Any, layout: Any) -> Any:
+        shape = layout.registers_shape((_PRODUCT_ROWS, num_taken))
+        return np.broadcast_to(rows.registers.reshape(1, -1, *[1] * (len(shape) - 2)), shape).copy()
+
+    return _of_registers(repeat, rows, of_warps, (_PRODUCT_ROWS, num_taken), rows.dtype)
+
+
+def widened(numbers: jax.Array) -> jax.Array:
+    """Return bytes in a product's layout as 16-bit integers, two by one instruction; never interpreted."""
+
+    def widen(numbers: Any, _: Any) -> Any:
+        i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
+        # Of a pair's bytes, 0 and 1, and of zeros.
+        selector, pair = utils.c(0x2120, i32), ir.VectorType.get((2,), i16)
+
+        def widen_pair(register: Any) -> Any:
+            both = arith.extui(i32, utils.bitcast(register, i16))
+            return utils.bitcast(utils.prmt(both, both, selector), pair)
+
+        return np.vectorize(widen_pair, otypes=[object])(numbers.registers)
+
+    return _of_registers(widen, numbers, plgpu.Layout.WGMMA, numbers.shape, jnp.dtype("uint16"))
+
+
+def _of_registers(
+    change: Callable[[Any, Any], Any], array: jax.Array, layout: Any, shape: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:
+    """Return an array in a product's layout of what registers become, in code of the compiler's own."""
+    product_layout = plgpu.Layout.WGMMA
+    out_type = plgpu.ShapeDtypeStruct(shape, dtype, layout=product_layout)
+    is_signed = utils.is_signed(dtype)
+
+    def changed(_: Any, array: Any) -> Any:
+        out_layout = product_layout.to_mgpu()
+        registers = change(array, out_layout)
+        return FragmentedArray(_registers=registers, _layout=out_layout, _is_signed=is_signed)
+
+    inlined: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=out_type)(changed)
+    return inlined(array)
 
 
 def matrices(shape: tuple[int, ...], dtype: jnp.dtype, width: int | None = None) -> Any:

@@ -14,6 +14,9 @@ from kernels_pallas.paged_attention.contract import Pages
 
 # Channels of a run, or what is converted at once where runs are of slots; and slots of a run.
 RUN_CHANNELS, _RUN_SLOTS = 32, (16, 32)
+# What an entry of 1 becomes where the bits of entries are taken for the least numbers there are: neither what
+# they are multiplied with, nor what comes of it, may leave the range of a bfloat16.
+_UNIT = 2.0**-64
 # Bits of fp8 numbers, and what the numbers are.
 _FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
@@ -52,6 +55,11 @@ class Form(NamedTuple):
     def tile(self) -> int | None:
         """Entries of a tile's row in shared memory; None is as many as there may be."""
         return RUN_CHANNELS if self.has_runs else None
+
+    @property
+    def unit(self) -> float:
+        """What an entry of 1 becomes."""
+        return _UNIT if self.has_runs else 1.0
 
     @property
     def is_converted(self) -> bool:

@@ -15,24 +15,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.hopper.accumulators import (
-    OF_COLUMNS,
     OF_ROWS,
     OF_ROWS_BY_COLUMN,
     load_matrix,
+    load_of_runs,
     matrices,
-    tall,
     wide,
+    widened,
 )
-from kernels_pallas.hopper.blocks import BLOCK_TOKENS, slots_of_block
+from kernels_pallas.hopper.blocks import BLOCK_TOKENS
 from kernels_pallas.hopper.forms import RUN_CHANNELS, Form
 from kernels_pallas.paged_attention.contract import Pages
 
 # Channels that are converted or zeroed at once: they are held beside the sums.
 _CHANNELS, _LEAST_CHANNELS = 64, 32
 _LEAST_SCALE = 2.0**-100
-# A bfloat16 from 128 to 255 is an integer, whose last bits are its own. Products of steps from the middle of
-# 4 bits are small, and so is what their rounding costs.
-_BITS_OF_128, _MIDDLE = 0x4300, 8
+# The least bfloat16. An integer up to 255 is as many of it: its bits are those of the number.
+LEAST = 2.0**-133
 
 
 class Pool(NamedTuple):
@@ -121,26 +120,34 @@ def convert(form: Form, data_ref: Any, numbers_ref: Any) -> None:
 
 
 def convert_runs(form: Form, blocks: Stages, stage: jax.Array, *, is_interpreted: bool) -> None:
-    """Write a block's 4-bit entries as what they stand for: the middle of a run, and steps from there."""
-    half = blocks.data.shape[-1]
+    """Write a block's 4-bit entries as what they stand for, times the form's unit."""
+    half, least = blocks.data.shape[-1], _least(is_interpreted=is_interpreted)
+    refs = blocks.scale.at[stage], blocks.zero.at[stage]
     if form.scaling == "channels":
-        refs = blocks.scale.at[stage], blocks.zero.at[stage]
         load = functools.partial(load_matrix, num_columns=form.run_scales, is_interpreted=is_interpreted)
         scales_of = _of_channels(form, *map(load, refs))
     else:
-        scales_of = _of_slots(form, blocks, stage)
+        scales_of = _of_slots(form, *refs, is_interpreted=is_interpreted)
     for first in range(0, half, RUN_CHANNELS):
-        pairs = _load_pairs(blocks.data.at[stage], first)
-        for integers, place in ((pairs & 15, first), (pairs >> 4, half + first)):
-            numbers = _decoded(form, integers, *scales_of(place))
+        pairs = _load_pairs(blocks.data.at[stage], first, is_interpreted=is_interpreted)
+        for bits, one, place in ((pairs & 15, 1, first), (pairs & 240, 16, half + first)):
+            scale, zero = scales_of(place, form.unit / (one * least))
+            numbers = _decoded(form, bits, scale, zero, is_interpreted=is_interpreted)
             blocks.numbers.at[:, pl.ds(place, RUN_CHANNELS)][...] = numbers
         plgpu.commit_smem()
 
 
 def convert_half(
-    form: Form, data_refs: Sequence[Any], scale_ref: Any, zero_ref: Any, numbers_ref: Any, half: jax.Array
+    form: Form,
+    data_refs: Sequence[Any],
+    scale_ref: Any,
+    zero_ref: Any,
+    numbers_ref: Any,
+    half: jax.Array,
+    *,
+    is_interpreted: bool,
 ) -> None:
-    """Write one half of the channels of a block's 4-bit entries, in runs of channels, as what they stand for.
+    """Write one half of the channels of a block's 4-bit entries, in runs of channels, as `convert_runs` does.
 
     Args:
         form: of the entries.
@@ -149,75 +156,85 @@ def convert_half(
         zero_ref: their zero points.
         numbers_ref: what is written, `[slot, channel]`.
         half: 0, the first channels, or 1.
+        is_interpreted: see `Tiling`.
     """
     load = functools.partial(plgpu.load, layout=OF_ROWS_BY_COLUMN, optimized=False)
     scales_of = _of_channels(form, load(scale_ref), load(zero_ref))
-    width = data_refs[0].shape[-1]
+    width, mask = data_refs[0].shape[-1], 15 << (4 * half)
+    factor = form.unit / _least(is_interpreted=is_interpreted)
+    factor = jnp.where(half == 0, factor, factor / 16).astype(form.dtype)
     for place in range(0, numbers_ref.shape[-1], RUN_CHANNELS):
-        pairs = _load_pairs(data_refs[place // width], place % width)
-        integers = (pairs >> (4 * half).astype(pairs.dtype)) & 15
-        numbers_ref.at[:, pl.ds(place, RUN_CHANNELS)][...] = _decoded(form, integers, *scales_of(place))
+        pairs = _load_pairs(data_refs[place // width], place % width, is_interpreted=is_interpreted)
+        bits = pairs & mask.astype(pairs.dtype)
+        numbers = _decoded(form, bits, *scales_of(place, factor), is_interpreted=is_interpreted)
+        numbers_ref.at[:, pl.ds(place, RUN_CHANNELS)][...] = numbers
         plgpu.commit_smem()
 
 
-def _load_pairs(data_ref: Any, first: int) -> jax.Array:
+def _load_pairs(data_ref: Any, first: int, *, is_interpreted: bool) -> jax.Array:
     """Return bytes of a block, two entries each, from a place on, as many as a run has channels."""
     own_ref = data_ref.at[:, pl.ds(first, RUN_CHANNELS)]
-    return plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.uint16)
+    pairs = plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+    return pairs.astype(jnp.uint16) if is_interpreted else widened(pairs)
 
 
-def _decoded(form: Form, integers: jax.Array, scale: jax.Array, middle: jax.Array) -> jax.Array:
-    """Return what integers of 4 bits stand for."""
-    steps = lax.bitcast_convert_type(integers | _BITS_OF_128, form.dtype) - (128 + _MIDDLE)
-    return steps * scale + middle
+def _least(*, is_interpreted: bool) -> float:
+    """Return what the integers that bits are are multiples of: CPUs take the least numbers for zero."""
+    return 1.0 if is_interpreted else LEAST
 
 
-# Scales and middles of runs for all slots of a block and the channels from a place on.
-_ScalesOf = Callable[[int], tuple[jax.Array, jax.Array]]
+def _decoded(
+    form: Form, bits: jax.Array, scale: jax.Array, zero: jax.Array, *, is_interpreted: bool
+) -> jax.Array:
+    """Return the multiples of a scale that bits stand for, plus a zero point, rounded once."""
+    if is_interpreted:
+        bits, scale, zero = (x.astype(jnp.float32) for x in (bits, scale, zero))
+        return (bits * scale + zero).astype(form.dtype)
+    return lax.bitcast_convert_type(bits, form.dtype) * scale + zero
+
+
+# Scales of runs times a factor, and zero points times the form's unit, for all slots of a block and the
+# channels from a place on.
+_ScalesOf = Callable[[int, Any], tuple[jax.Array, jax.Array]]
 
 
 def _of_channels(form: Form, scale: jax.Array, zero: jax.Array) -> _ScalesOf:
-    """Return what gives the scales and middles of a slot's runs of channels, loaded by column."""
+    """Return what gives scales and zero points of a slot's runs of channels, loaded by column."""
     runs = plgpu.broadcasted_iota(jnp.int32, scale.shape, 1, layout=OF_ROWS_BY_COLUMN)
-    scales_and_middles = _with_middles(scale, zero)
 
-    def scales_of(place: int) -> tuple[jax.Array, jax.Array]:
+    def column(matrix: jax.Array, index: int) -> jax.Array:
         # Sums of integers, since there is no such thing as a column of registers; compilers see what is zero.
-        is_own = runs == place // RUN_CHANNELS
-        bits = (lax.bitcast_convert_type(x, jnp.int32) for x in scales_and_middles)
-        columns = (plgpu.layout_cast(jnp.where(is_own, x, 0).sum(axis=1), OF_ROWS) for x in bits)
-        scale, middle = (
-            wide(lax.bitcast_convert_type(x, jnp.float32).astype(form.dtype), RUN_CHANNELS) for x in columns
+        bits = lax.bitcast_convert_type(matrix, jnp.int16).astype(jnp.int32)
+        own = plgpu.layout_cast(jnp.where(runs == index, bits, 0).sum(axis=1), OF_ROWS)
+        return lax.bitcast_convert_type(own.astype(jnp.int16), form.dtype)
+
+    def scales_of(place: int, factor: Any) -> tuple[jax.Array, jax.Array]:
+        run = place // RUN_CHANNELS
+        # Multiplied before they are repeated: the assembler would keep what is repeated in registers.
+        own = column(scale, run) * factor, column(zero, run) * form.unit
+        return wide(own[0], RUN_CHANNELS), wide(own[1], RUN_CHANNELS)
+
+    return scales_of
+
+
+def _of_slots(form: Form, scale_ref: Any, zero_ref: Any, *, is_interpreted: bool) -> _ScalesOf:
+    """Return what gives scales and zero points of a channel's runs of slots."""
+
+    def scales_of(place: int, factor: Any) -> tuple[jax.Array, jax.Array]:
+        channels = slice(place, place + RUN_CHANNELS)
+        scale, zero = (
+            load_of_runs(
+                ref,
+                channels,
+                num_rows=BLOCK_TOKENS // form.run_slots,
+                num_columns=form.run_scales,
+                is_interpreted=is_interpreted,
+            )
+            for ref in (scale_ref, zero_ref)
         )
-        return scale, middle
+        return scale * factor, zero * form.unit
 
     return scales_of
-
-
-def _of_slots(form: Form, blocks: Stages, stage: jax.Array) -> _ScalesOf:
-    """Return what gives the scales and middles of a channel's runs of slots."""
-    slots = wide(slots_of_block(BLOCK_TOKENS, OF_ROWS), RUN_CHANNELS)
-
-    def scales_of(place: int) -> tuple[jax.Array, jax.Array]:
-        picked = None
-        for run in range(BLOCK_TOKENS // form.run_slots):
-            channels = pl.ds(run * form.run_scales + place, RUN_CHANNELS)
-            refs = (ref.at[stage, channels] for ref in (blocks.scale, blocks.zero))
-            loaded = (plgpu.load(ref, layout=OF_COLUMNS, optimized=False) for ref in refs)
-            own = tuple(tall(x.astype(form.dtype), BLOCK_TOKENS) for x in _with_middles(*loaded))
-            is_own = slots >= run * form.run_slots
-            picked = tuple(map(functools.partial(jnp.where, is_own), own, picked)) if picked else own
-        assert picked is not None
-        scale, middle = picked
-        return scale, middle
-
-    return scales_of
-
-
-def _with_middles(scale: jax.Array, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return float32 scales and the middles of their runs."""
-    scale = scale.astype(jnp.float32)
-    return scale, zero.astype(jnp.float32) + _MIDDLE * scale
 
 
 def zero_dead(numbers_ref: Any, is_live: jax.Array) -> None:

@@ -242,7 +242,7 @@ def latent_attention(
         rows = query.reshape(num_seqs, time * num_heads, -1).astype(dtype)
         return jnp.pad(rows, ((0, 0), (0, padding), (0, 0)))
 
-    queries = rows_of(query, form.dtype), rows_of(rope_query, ropes.data.dtype)
+    queries = rows_of(query, form.dtype) / form.unit, rows_of(rope_query, ropes.data.dtype)
     # One KV head; the scale of a head has no page.
     pool = Pool(latents.data, latents.scale, latents.zero)
     pool = jax.tree.map(lambda array: array.squeeze(1) if array.ndim > 1 else array, pool)
@@ -255,7 +255,7 @@ def latent_attention(
         return x.reshape(num_seqs, time, num_heads, *x.shape[2:])
 
     out, log_sum = (splitting.joined(regroup(x), arguments.query.shape[1]) for x in merged)
-    return out.astype(query.dtype), log_sum
+    return (out / form.unit).astype(query.dtype), log_sum
 
 
 def _in_pieces(arguments: LatentArguments) -> LatentArguments:
@@ -506,6 +506,7 @@ def _attend_kernel(
                 blocks.zero.at[stage, own],
                 blocks.numbers.at[own],
                 own,
+                is_interpreted=sizes.is_interpreted,
             )
             tell()
             return blocks.numbers

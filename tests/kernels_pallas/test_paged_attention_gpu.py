@@ -21,7 +21,7 @@ from jkv.cache.runs import num_runs
 from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
-from kernels_pallas.hopper import blocks, stages
+from kernels_pallas.hopper import accumulators, blocks, stages
 from kernels_pallas.hopper import splits as splitting
 from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
@@ -278,6 +278,12 @@ def test_encoded_pools_cost_what_rounding_queries_and_weights_does(codec: str, s
     assert_close(out, expected, 2 * max(relative_errors(rounded, exact)))
 
 
+def test_the_bits_of_a_byte_are_those_of_as_many_of_the_least_number():
+    """Which interpreters take for zero: the kernel has it where it is compiled alone."""
+    integers = np.arange(256, dtype=np.uint16)
+    np.testing.assert_array_equal(integers.view(jnp.bfloat16).astype(np.float64), integers * stages.LEAST)
+
+
 def encode_in_runs(shape: Shape) -> tuple[PagedArguments, int]:
     """Return the arguments with keys in runs of slots, but for those of the runs that queries lie in."""
     arguments, num_pages = make_arguments(shape)
@@ -316,14 +322,10 @@ def assert_costs_what_rounding_does(shape: Shape, kernel: ModuleType) -> None:
 
 
 RUN_FAULTS: dict[str, Fault] = {
-    "a run's middle that is off": (
-        stages,
-        "zero.astype(jnp.float32) + _MIDDLE",
-        "zero.astype(jnp.float32) + 7",
-    ),
-    "halves of bytes exchanged": (stages, "(pairs >> 4, half + first)", "(pairs & 15, half + first)"),
-    "scales of the first channels": (stages, "runs == place // RUN_CHANNELS", "runs == 0"),
-    "scales of the first slots": (stages, "slots >= run * form.run_slots", "slots < 0"),
+    "zero points that are off": (stages, "zero * form.unit", "(zero + scale) * form.unit"),
+    "halves of bytes exchanged": (stages, "(pairs & 240, 16, half + first)", "(pairs & 15, 1, half + first)"),
+    "scales of the first channels": (stages, "runs == index", "runs == 0"),
+    "scales of other slots": (accumulators, ".reshape(shape)[:, columns]", ".reshape(shape)[::-1, columns]"),
     "the own run's keys in the pages": (pallas_gpu, "ends = (limits - 1) & -sizes.keys.run_slots", "pass"),
     "parts that weigh the same": (pallas_gpu, "out * jnp.exp(own - shift)[..., None]", "out / 2"),
 }
@@ -335,9 +337,11 @@ def test_a_fault_among_the_runs_is_found(fault: str, monkeypatch):
     where, faulty = RUN_FAULTS[fault][0], with_fault(RUN_FAULTS[fault])
     if where is stages:
         monkeypatch.setattr(pallas_gpu, "convert_runs", faulty.convert_runs)
+    elif where is accumulators:
+        monkeypatch.setattr(stages, "load_of_runs", faulty.load_of_runs)
     shape = Shape(8, 1, 64, page_size=64, time=2, totals=(0, 3, 100))
     with pytest.raises(AssertionError, match="relative error"):
-        assert_costs_what_rounding_does(shape, pallas_gpu if where is stages else faulty)
+        assert_costs_what_rounding_does(shape, faulty if where is pallas_gpu else pallas_gpu)
 
 
 @pytest.mark.parametrize("fault", [shift_mask, drop_last_page, change_scale])
