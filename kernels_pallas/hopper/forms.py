@@ -57,6 +57,11 @@ class Form(NamedTuple):
         return RUN_CHANNELS if self.has_runs else None
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether numbers have the range of a float16: products of weights and scales may leave it."""
+        return self.dtype == jnp.float16
+
+    @property
     def unit(self) -> float:
         """What an entry of 1 becomes."""
         return _UNIT if self.has_runs else 1.0

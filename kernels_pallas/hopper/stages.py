@@ -104,8 +104,9 @@ def copy_scales(scale_ref: Any, stage_ref: Any, barrier: Any) -> None:
 def load_scales(stage_ref: Any, is_live: jax.Array, layout: Any) -> jax.Array:
     """Return the scales of a block's tokens, above 0, and 1 of dead ones.
 
-    With their logarithm in the logits, what multiplies values is at most 1: float16 holds what counts.
-    Weights are that over the scales, and their sums finite.
+    Weights times scales are what multiplies values. Of a narrow form, scales have their logarithm in the
+    logits, which keeps that at most 1: float16 holds what counts. Weights are that over the scales, and their
+    sums finite.
     """
     scales = plgpu.load(stage_ref, layout=layout, optimized=False)
     return jnp.maximum(jnp.where(is_live, scales, 1.0), _LEAST_SCALE)

@@ -460,16 +460,20 @@ def _attend_kernel(
             if sizes.window is not None:
                 is_seen &= tall(positions, _ROWS) >= wide(limits - sizes.window, _GROUP_TOKENS)
             logits = jnp.where(is_seen, logits * (sizes.scale * LOG2_E), -jnp.inf)
-            if scales is not None:
+            if scales is not None and sizes.form.is_narrow:
                 logits += tall(jnp.log2(scales), _ROWS)
             own_peak = logits.max(axis=1)
             new_peak = jnp.maximum(peak, jnp.maximum(own_peak, exchange(0, own_peak)))
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             weights = jnp.exp2(logits - wide(shift, _GROUP_TOKENS))
             keep = jnp.exp2(peak - shift)
-            unscaled = weights if scales is None else weights * tall(1 / scales, _ROWS)
+            scaled = unscaled = weights
+            if scales is not None and sizes.form.is_narrow:
+                unscaled = weights * tall(1 / scales, _ROWS)
+            elif scales is not None:
+                scaled = weights * tall(scales, _ROWS)
             total = total * keep + unscaled.sum(axis=1)
-            shared.weights.at[own_slots].transpose((1, 0))[...] = weights.astype(shared.weights.dtype)
+            shared.weights.at[own_slots].transpose((1, 0))[...] = scaled.astype(shared.weights.dtype)
 
             # No logits are taken of this block any more: its dead slots may be zeroed.
             @pl.when(jnp.logical_not(sizes.walk.is_whole(*held)))

@@ -403,15 +403,20 @@ def _attend_kernel(
             scales = None
             if sizes.values.scaling == "token":
                 scales = load_scales(values.scale.at[stage], positions < NO_POSITION, OF_ROWS)
-                logits += wide(jnp.log2(scales), num_rows)
+                if sizes.values.is_narrow:
+                    logits += wide(jnp.log2(scales), num_rows)
             new_peak = jnp.maximum(peak, logits.max(axis=0))
             shift = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             weights = jnp.exp2(logits - tall(shift, BLOCK_TOKENS))
             keep = jnp.exp2(peak - shift)
-            unscaled = weights if scales is None else weights * wide(1 / scales, num_rows)
+            scaled = unscaled = weights
+            if scales is not None and sizes.values.is_narrow:
+                unscaled = weights * wide(1 / scales, num_rows)
+            elif scales is not None:
+                scaled = weights * wide(scales, num_rows)
             total = total * tall(keep, BLOCK_TOKENS) + unscaled
 
-            weights_ref.transpose((1, 0))[...] = weights.astype(weights_ref.dtype)
+            weights_ref.transpose((1, 0))[...] = scaled.astype(weights_ref.dtype)
             numbers_ref = _numbers(values, sizes.values, stage, sizes)
 
             @pl.when(jnp.logical_not(sizes.walk.is_whole(*held)))
