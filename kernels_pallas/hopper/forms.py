@@ -64,7 +64,7 @@ class Form(NamedTuple):
     @property
     def unit(self) -> float:
         """What an entry of 1 becomes."""
-        return _UNIT if self.has_runs else 1.0
+        return _UNIT if self.is_converted and self.dtype == jnp.bfloat16 else 1.0
 
     @property
     def is_converted(self) -> bool:
@@ -72,10 +72,10 @@ class Form(NamedTuple):
         return self.stored != self.dtype
 
     def converted(self, entries: jax.Array) -> jax.Array:
-        """Return stored entries as numbers that tensor cores take."""
+        """Return stored entries as numbers that tensor cores take, times the unit."""
         if self.entry in _FP8:
-            entries = lax.bitcast_convert_type(entries, _FP8[self.entry])
-        return entries.astype(self.dtype)
+            return lax.bitcast_convert_type(entries, _FP8[self.entry]).astype(self.dtype)
+        return entries.astype(self.dtype) * self.unit
 
 
 def form_of(pages: Pages) -> Form | None:

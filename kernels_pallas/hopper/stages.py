@@ -112,10 +112,17 @@ def load_scales(stage_ref: Any, is_live: jax.Array, layout: Any) -> jax.Array:
     return jnp.maximum(jnp.where(is_live, scales, 1.0), _LEAST_SCALE)
 
 
-def convert(form: Form, data_ref: Any, numbers_ref: Any) -> None:
-    """Write a block's entries as numbers that tensor cores take."""
+def convert(form: Form, data_ref: Any, numbers_ref: Any, *, is_interpreted: bool) -> None:
+    """Write a block's entries as numbers that tensor cores take, times the form's unit."""
     for channels in _cut(data_ref.shape[-1]):
-        numbers_ref.at[:, channels][...] = form.converted(data_ref[:, channels])
+        own_ref = data_ref.at[:, channels]
+        if form.stored == jnp.int8 and not is_interpreted:
+            # An integer and 128, which are the bits of as many of the least number, less 128.
+            bits = widened(plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False)) ^ 128
+            numbers = lax.bitcast_convert_type(bits, form.dtype) * (form.unit / LEAST) - 128 * form.unit
+        else:
+            numbers = form.converted(own_ref[...])
+        numbers_ref.at[:, channels][...] = numbers
         # Within the loop: the assembler would load all channels before it stores any.
         plgpu.commit_smem()
 

@@ -496,7 +496,8 @@ def _attend_kernel(
             """Wait for a block, and return its latents as numbers that tensor cores take."""
             if sizes.form.is_converted and not sizes.form.has_runs:
                 plgpu.barrier_wait(blocks.latent_barriers.at[stage, group])
-                convert(sizes.form, blocks.latents.at[stage, own], blocks.numbers.at[own])
+                own_ref, numbers_ref = blocks.latents.at[stage, own], blocks.numbers.at[own]
+                convert(sizes.form, own_ref, numbers_ref, is_interpreted=sizes.is_interpreted)
                 tell()
                 return blocks.numbers
             for i in range(_GROUPS):

@@ -471,7 +471,7 @@ def _numbers(blocks: Stages, form: Form, stage: jax.Array, sizes: _Sizes) -> Any
     if form.has_runs:
         convert_runs(form, blocks, stage, is_interpreted=sizes.is_interpreted)
         return blocks.numbers
-    convert(form, blocks.data.at[stage], blocks.numbers)
+    convert(form, blocks.data.at[stage], blocks.numbers, is_interpreted=sizes.is_interpreted)
     return blocks.numbers
 
 
