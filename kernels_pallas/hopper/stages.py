@@ -123,8 +123,6 @@ def convert(form: Form, data_ref: Any, numbers_ref: Any, *, is_interpreted: bool
         else:
             numbers = form.converted(own_ref[...])
         numbers_ref.at[:, channels][...] = numbers
-        # Within the loop: the assembler would load all channels before it stores any.
-        plgpu.commit_smem()
 
 
 def convert_runs(form: Form, blocks: Stages, stage: jax.Array, *, is_interpreted: bool) -> None:
@@ -142,7 +140,6 @@ def convert_runs(form: Form, blocks: Stages, stage: jax.Array, *, is_interpreted
             scale, zero = scales_of(place, form.unit / (one * least))
             numbers = _decoded(form, bits, scale, zero, is_interpreted=is_interpreted)
             blocks.numbers.at[:, pl.ds(place, RUN_CHANNELS)][...] = numbers
-        plgpu.commit_smem()
 
 
 def convert_half(
@@ -176,7 +173,6 @@ def convert_half(
         bits = pairs & mask.astype(pairs.dtype)
         numbers = _decoded(form, bits, *scales_of(place, factor), is_interpreted=is_interpreted)
         numbers_ref.at[:, pl.ds(place, RUN_CHANNELS)][...] = numbers
-        plgpu.commit_smem()
 
 
 def _load_pairs(data_ref: Any, first: int, *, is_interpreted: bool) -> jax.Array:

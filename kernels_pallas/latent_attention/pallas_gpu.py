@@ -498,6 +498,7 @@ def _attend_kernel(
                 plgpu.barrier_wait(blocks.latent_barriers.at[stage, group])
                 own_ref, numbers_ref = blocks.latents.at[stage, own], blocks.numbers.at[own]
                 convert(sizes.form, own_ref, numbers_ref, is_interpreted=sizes.is_interpreted)
+                plgpu.commit_smem()
                 tell()
                 return blocks.numbers
             for i in range(_GROUPS):
@@ -513,6 +514,7 @@ def _attend_kernel(
                 own,
                 is_interpreted=sizes.is_interpreted,
             )
+            plgpu.commit_smem()
             tell()
             return blocks.numbers
 

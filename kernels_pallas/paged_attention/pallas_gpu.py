@@ -393,7 +393,10 @@ def _attend_kernel(
             positions = sizes.walk.live_positions(slots_of_block(BLOCK_TOKENS, OF_ROWS), *held)
 
             plgpu.barrier_wait(keys.barriers.at[stage])
-            logits = product((_numbers(keys, sizes.keys, stage, sizes), query_ref.transpose((1, 0))))
+            keys_ref = _numbers(keys, sizes.keys, stage, sizes)
+            if sizes.keys.is_converted:
+                plgpu.commit_smem()
+            logits = product((keys_ref, query_ref.transpose((1, 0))))
             logits = _scaled(logits, keys, keys_pool, stage, head, sizes)
             is_seen = wide(positions, num_rows) < tall(ends, BLOCK_TOKENS)
             if sizes.window is not None:
