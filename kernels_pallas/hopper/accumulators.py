@@ -17,7 +17,6 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 # A vector with an entry for each row of an accumulator, and one for each column.
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -90,58 +89,98 @@ def load_of_runs(
 ) -> jax.Array:
     """Load columns of a matrix that is a vector in shared memory, its rows repeated to fill a product's.
 
-    Of two rows or four: those of the product that a warp holds are all of one.
+    Of two rows or four: those of the product that a warp holds are all of one. Columns are in `dealt` order.
     """
     shape, num_taken = (num_rows, num_columns), columns.stop - columns.start
     if is_interpreted:
         rows = plgpu.load(ref, optimized=False).reshape(shape)[:, columns]
-        return jnp.repeat(rows, _PRODUCT_ROWS // num_rows, axis=0)
+        return jnp.repeat(dealt(rows), _PRODUCT_ROWS // num_rows, axis=0)
+    own_ref, layout = ref.reshape(*shape).at[:, pl.ds(columns.start, num_taken)], of_warps(num_rows)
+    rows = plgpu.load(own_ref, layout=layout, optimized=False)
+    return _dealt(_halves_of_four, rows, layout, (_PRODUCT_ROWS, num_taken), rows.dtype)
+
+
+def of_warps(num_rows: int) -> Any:
+    """Return the layout of a matrix of so many rows, of each of which as many warps have all."""
     warps = (-3,) if num_rows == _WARPS else (-3, Replicated(_WARPS // num_rows))
-    of_warps = plgpu.Layout.TILED(
-        Tiling(((num_rows, 8), (2,))), warp_dims=warps, lane_dims=(Replicated(8), -2), vector_dim=-1
-    )
-    own_ref = ref.reshape(*shape).at[:, pl.ds(columns.start, num_taken)]
-    rows = plgpu.load(own_ref, layout=of_warps, optimized=False)
-
-    def repeat(rows: Any, layout: Any) -> Any:
-        shape = layout.registers_shape((_PRODUCT_ROWS, num_taken))
-        return np.broadcast_to(rows.registers.reshape(1, -1, *[1] * (len(shape) - 2)), shape).copy()
-
-    return _of_registers(repeat, rows, of_warps, (_PRODUCT_ROWS, num_taken), rows.dtype)
+    tiling = Tiling(((num_rows, 16), (4,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(Replicated(8), -2), vector_dim=-1)
 
 
-def widened(numbers: jax.Array) -> jax.Array:
-    """Return bytes in a product's layout as 16-bit integers, two by one instruction; never interpreted."""
+def load_bytes(ref: Any, *, is_interpreted: bool) -> jax.Array:
+    """Load a matrix of bytes as one of 16-bit integers, signed ones plus 128, its columns in `dealt` order.
 
-    def widen(numbers: Any, _: Any) -> Any:
-        i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
-        # Of a pair's bytes, 0 and 1, and of zeros.
-        selector, pair = utils.c(0x2120, i32), ir.VectorType.get((2,), i16)
-
-        def widen_pair(register: Any) -> Any:
-            both = arith.extui(i32, utils.bitcast(register, i16))
-            return utils.bitcast(utils.prmt(both, both, selector), pair)
-
-        return np.vectorize(widen_pair, otypes=[object])(numbers.registers)
-
-    return _of_registers(widen, numbers, plgpu.Layout.WGMMA, numbers.shape, jnp.dtype("uint16"))
+    A thread loads four bytes at once, and makes two integers of two of them by one instruction.
+    """
+    layout = None if is_interpreted else plgpu.Layout.WGMMA_8BIT
+    numbers = plgpu.load(ref, layout=layout, optimized=False)
+    if jnp.issubdtype(numbers.dtype, jnp.signedinteger):
+        numbers ^= jnp.int8(-128)
+    if is_interpreted:
+        return dealt(lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.uint16))
+    return _dealt(_widened, numbers, plgpu.Layout.WGMMA_8BIT, numbers.shape, jnp.dtype("uint16"))
 
 
-def _of_registers(
-    change: Callable[[Any, Any], Any], array: jax.Array, layout: Any, shape: tuple[int, ...], dtype: jnp.dtype
+def dealt(array: jax.Array) -> jax.Array:
+    """Order the last axis as threads hold it that have four of 16 columns: two by two, those of all threads.
+
+    A product's layout gives each of four threads four bytes that follow one another, but 16-bit numbers two
+    and two. What is multiplied with them is in the same order, and costs less to bring into it.
+    """
+    return array.reshape(*array.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(array.shape)
+
+
+def gathered(array: jax.Array) -> jax.Array:
+    """Undo `dealt`."""
+    return array.reshape(*array.shape[:-1], -1, 2, 4, 2).swapaxes(-3, -2).reshape(array.shape)
+
+
+def _widened(register: Any) -> list[Any]:
+    """Return four bytes as 16-bit integers, two and two."""
+    i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
+    four, zero, pair = utils.bitcast(register, i32), utils.c(0, i32), ir.VectorType.get((2,), i16)
+    # Bytes 0 and 1, or 2 and 3, each before one of zero, which is byte 4.
+    selectors = (utils.c(bits, i32) for bits in (0x4140, 0x4342))
+    return [utils.bitcast(utils.prmt(four, zero, selector), pair) for selector in selectors]
+
+
+def _halves_of_four(register: Any) -> list[Any]:
+    """Return four numbers, two and two."""
+    return [utils.vector_slice(register, slice(first, first + 2)) for first in (0, 2)]
+
+
+def _dealt(
+    halves_of: Callable[[Any], list[Any]], array: jax.Array, layout: Any, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """Return an array in a product's layout of what registers become, in code of the compiler's own."""
+    """Return what halves of an array's registers become, in a product's layout: that of `dealt` columns."""
     product_layout = plgpu.Layout.WGMMA
-    out_type = plgpu.ShapeDtypeStruct(shape, dtype, layout=product_layout)
     is_signed = utils.is_signed(dtype)
 
-    def changed(_: Any, array: Any) -> Any:
+    def deal(_: Any, array: Any) -> Any:
         out_layout = product_layout.to_mgpu()
-        registers = change(array, out_layout)
+        registers = dealt_registers(halves_of, array.registers, out_layout.registers_shape(shape))
         return FragmentedArray(_registers=registers, _layout=out_layout, _is_signed=is_signed)
 
-    inlined: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=out_type)(changed)
+    out_type = plgpu.ShapeDtypeStruct(shape, dtype, layout=product_layout)
+    inlined: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=out_type)(deal)
     return inlined(array)
+
+
+def dealt_registers(
+    halves_of: Callable[[Any], list[Any]], registers: np.ndarray, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return the registers of a thread for a product, `[1, pair, 1, 1, row, ...]`, of halves of four columns.
+
+    Where the four are of one row alone, both of the product's have them.
+    """
+    out = np.empty(shape, dtype=object)
+    _, num_pairs, _, _, num_rows, *ones = shape
+    rest = [0] * len(ones)
+    fours = registers.reshape(num_pairs // 2, -1)
+    for four, row in np.ndindex(num_pairs // 2, num_rows):
+        for i, half in enumerate(halves_of(fours[four, row % fours.shape[1]])):
+            out[0, 2 * four + i, 0, 0, row, *rest] = half
+    return out
 
 
 def matrices(shape: tuple[int, ...], dtype: jnp.dtype, width: int | None = None) -> Any:

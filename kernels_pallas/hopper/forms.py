@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas.hopper.accumulators import dealt, gathered
 from kernels_pallas.paged_attention.contract import Pages
 
 # Channels of a run, or what is converted at once where runs are of slots; and slots of a run.
@@ -62,9 +63,23 @@ class Form(NamedTuple):
         return self.dtype == jnp.float16
 
     @property
+    def is_dealt(self) -> bool:
+        """Whether bits of entries are taken for numbers, whose order is then that of `accumulators.dealt`."""
+        return self.is_converted and not self.is_narrow
+
+    @property
     def unit(self) -> float:
         """What an entry of 1 becomes."""
-        return _UNIT if self.is_converted and self.dtype == jnp.bfloat16 else 1.0
+        return _UNIT if self.is_dealt else 1.0
+
+    def multiplied(self, query: jax.Array) -> jax.Array:
+        """Return a query, its last axis channels, as what numbers are multiplied with."""
+        query = query.astype(self.dtype)
+        return dealt(query) / self.unit if self.is_dealt else query
+
+    def summed(self, numbers: jax.Array) -> jax.Array:
+        """Return float32 sums of numbers, their last axis channels, as those of entries."""
+        return gathered(numbers) / self.unit if self.is_dealt else numbers
 
     @property
     def is_converted(self) -> bool:
@@ -72,10 +87,10 @@ class Form(NamedTuple):
         return self.stored != self.dtype
 
     def converted(self, entries: jax.Array) -> jax.Array:
-        """Return stored entries as numbers that tensor cores take, times the unit."""
+        """Return stored entries as numbers that tensor cores take."""
         if self.entry in _FP8:
-            return lax.bitcast_convert_type(entries, _FP8[self.entry]).astype(self.dtype)
-        return entries.astype(self.dtype) * self.unit
+            entries = lax.bitcast_convert_type(entries, _FP8[self.entry])
+        return entries.astype(self.dtype)
 
 
 def form_of(pages: Pages) -> Form | None:

@@ -17,11 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.hopper.accumulators import (
     OF_ROWS,
     OF_ROWS_BY_COLUMN,
+    load_bytes,
     load_matrix,
     load_of_runs,
     matrices,
     wide,
-    widened,
 )
 from kernels_pallas.hopper.blocks import BLOCK_TOKENS
 from kernels_pallas.hopper.forms import RUN_CHANNELS, Form
@@ -116,10 +116,11 @@ def convert(form: Form, data_ref: Any, numbers_ref: Any, *, is_interpreted: bool
     """Write a block's entries as numbers that tensor cores take, times the form's unit."""
     for channels in _cut(data_ref.shape[-1]):
         own_ref = data_ref.at[:, channels]
-        if form.stored == jnp.int8 and not is_interpreted:
-            # An integer and 128, which are the bits of as many of the least number, less 128.
-            bits = widened(plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False)) ^ 128
-            numbers = lax.bitcast_convert_type(bits, form.dtype) * (form.unit / LEAST) - 128 * form.unit
+        if form.is_dealt:
+            # Signed, which are 128 more as they are loaded.
+            bits = load_bytes(own_ref, is_interpreted=is_interpreted)
+            scale, zero = form.unit / _least(is_interpreted=is_interpreted), -128 * form.unit
+            numbers = _decoded(form, bits, scale, zero, is_interpreted=is_interpreted)
         else:
             numbers = form.converted(own_ref[...])
         numbers_ref.at[:, channels][...] = numbers
@@ -135,7 +136,8 @@ def convert_runs(form: Form, blocks: Stages, stage: jax.Array, *, is_interpreted
     else:
         scales_of = _of_slots(form, *refs, is_interpreted=is_interpreted)
     for first in range(0, half, RUN_CHANNELS):
-        pairs = _load_pairs(blocks.data.at[stage], first, is_interpreted=is_interpreted)
+        own_ref = blocks.data.at[stage, :, pl.ds(first, RUN_CHANNELS)]
+        pairs = load_bytes(own_ref, is_interpreted=is_interpreted)
         for bits, one, place in ((pairs & 15, 1, first), (pairs & 240, 16, half + first)):
             scale, zero = scales_of(place, form.unit / (one * least))
             numbers = _decoded(form, bits, scale, zero, is_interpreted=is_interpreted)
@@ -169,17 +171,11 @@ def convert_half(
     factor = form.unit / _least(is_interpreted=is_interpreted)
     factor = jnp.where(half == 0, factor, factor / 16).astype(form.dtype)
     for place in range(0, numbers_ref.shape[-1], RUN_CHANNELS):
-        pairs = _load_pairs(data_refs[place // width], place % width, is_interpreted=is_interpreted)
+        own_ref = data_refs[place // width].at[:, pl.ds(place % width, RUN_CHANNELS)]
+        pairs = load_bytes(own_ref, is_interpreted=is_interpreted)
         bits = pairs & mask.astype(pairs.dtype)
         numbers = _decoded(form, bits, *scales_of(place, factor), is_interpreted=is_interpreted)
         numbers_ref.at[:, pl.ds(place, RUN_CHANNELS)][...] = numbers
-
-
-def _load_pairs(data_ref: Any, first: int, *, is_interpreted: bool) -> jax.Array:
-    """Return bytes of a block, two entries each, from a place on, as many as a run has channels."""
-    own_ref = data_ref.at[:, pl.ds(first, RUN_CHANNELS)]
-    pairs = plgpu.load(own_ref, layout=plgpu.Layout.WGMMA, optimized=False)
-    return pairs.astype(jnp.uint16) if is_interpreted else widened(pairs)
 
 
 def _least(*, is_interpreted: bool) -> float:
@@ -187,12 +183,10 @@ def _least(*, is_interpreted: bool) -> float:
     return 1.0 if is_interpreted else LEAST
 
 
-def _decoded(
-    form: Form, bits: jax.Array, scale: jax.Array, zero: jax.Array, *, is_interpreted: bool
-) -> jax.Array:
+def _decoded(form: Form, bits: jax.Array, scale: Any, zero: Any, *, is_interpreted: bool) -> jax.Array:
     """Return the multiples of a scale that bits stand for, plus a zero point, rounded once."""
     if is_interpreted:
-        bits, scale, zero = (x.astype(jnp.float32) for x in (bits, scale, zero))
+        bits, scale, zero = (jnp.asarray(x, jnp.float32) for x in (bits, scale, zero))
         return (bits * scale + zero).astype(form.dtype)
     return lax.bitcast_convert_type(bits, form.dtype) * scale + zero
 

@@ -238,11 +238,11 @@ def latent_attention(
         held=splitting.held_of_pieces(arguments),
     )
 
-    def rows_of(query: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        rows = query.reshape(num_seqs, time * num_heads, -1).astype(dtype)
+    def rows_of(query: jax.Array) -> jax.Array:
+        rows = query.reshape(num_seqs, time * num_heads, -1)
         return jnp.pad(rows, ((0, 0), (0, padding), (0, 0)))
 
-    queries = rows_of(query, form.dtype) / form.unit, rows_of(rope_query, ropes.data.dtype)
+    queries = rows_of(form.multiplied(query)), rows_of(rope_query.astype(ropes.data.dtype))
     # One KV head; the scale of a head has no page.
     pool = Pool(latents.data, latents.scale, latents.zero)
     pool = jax.tree.map(lambda array: array.squeeze(1) if array.ndim > 1 else array, pool)
@@ -255,7 +255,7 @@ def latent_attention(
         return x.reshape(num_seqs, time, num_heads, *x.shape[2:])
 
     out, log_sum = (splitting.joined(regroup(x), arguments.query.shape[1]) for x in merged)
-    return (out / form.unit).astype(query.dtype), log_sum
+    return form.summed(out).astype(query.dtype), log_sum
 
 
 def _in_pieces(arguments: LatentArguments) -> LatentArguments:

@@ -29,7 +29,7 @@ class Tiling:
             128 such splits.
         num_programs: programs that share a GPU's work; an H200 has room for two on 132 multiprocessors each.
         is_interpreted: whether a GPU's kernel does without what its interpreter has not: products that begin
-            with the sums in registers, and other shapes of what shared memory holds.
+            with the sums in registers, other shapes of what shared memory holds, and bits taken for numbers.
     """
 
     block_tokens: int = 128

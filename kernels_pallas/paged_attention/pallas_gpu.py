@@ -199,7 +199,7 @@ def _attend_from_pieces(arguments: PagedArguments, held: Int[Array, " seq"], siz
     # [seq, kv_head, time * group, head_dim]: the queries of one KV head are rows of one product.
     rows = query.reshape(num_seqs, time, sizes.num_kv_heads, group, head_dim).swapaxes(1, 2)
     rows = rows.reshape(num_seqs, sizes.num_kv_heads, time * group, head_dim)
-    rows = rows.astype(sizes.keys.dtype) / sizes.keys.unit
+    rows = sizes.keys.multiplied(rows)
     padding = sizes.row_blocks * sizes.rows - time * group
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padding), (0, 0)))
     splits = splitting.plan(
@@ -227,7 +227,7 @@ def _attend_from_pieces(arguments: PagedArguments, held: Int[Array, " seq"], siz
 
     (_, whole), *_ = sizes.tiles
     out = jnp.concatenate([out[:, :, :whole], out[:, :, _summed(head_dim) - head_dim + whole :]], axis=2)
-    return regroup(out) / sizes.values.unit, regroup(log_sum)
+    return sizes.values.summed(regroup(out)), regroup(log_sum)
 
 
 def _sizes(

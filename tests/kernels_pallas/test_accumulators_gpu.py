@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.hopper import accumulators
@@ -117,3 +118,54 @@ def test_the_kernel_of_latents_equals_the_definition_with_its_sums_in_place():
     out, _ = run_kernel(DECODE, arguments, num_pages, tiling)
     expected, _ = run_reference(DECODE, jnp.float32)
     assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))
+
+
+def registers_of(layout: Any, matrix: np.ndarray, thread: int) -> np.ndarray:
+    """Return what a thread holds of a matrix, `[..., entry of a register]`, by a layout's definition."""
+    tiled = matrix
+    for tile in layout.tiling.tiles:
+        rank = len(tile)
+        lead, own = tiled.shape[:-rank], tiled.shape[-rank:]
+        tiled = tiled.reshape(
+            *lead, *(size for pair in zip(own, tile, strict=True) for size in (pair[0] // pair[1], pair[1]))
+        )
+        first = len(lead)
+        order = [*range(first), *range(first, tiled.ndim, 2), *range(first + 1, tiled.ndim, 2)]
+        tiled = tiled.transpose(order)
+    for index, dims in zip(divmod(thread, 32), (layout.warp_dims, layout.lane_dims), strict=True):
+        for dim in reversed(dims):
+            index, place = divmod(index, dim.times if isinstance(dim, Replicated) else tiled.shape[dim])
+            if not isinstance(dim, Replicated):
+                tiled = np.take(tiled, [place], axis=dim)
+    return np.moveaxis(tiled[..., None], layout.vector_dim - 1, -1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "layout"),
+    [(64, plgpu.Layout.WGMMA_8BIT), (4, accumulators.of_warps(4)), (2, accumulators.of_warps(2))],
+    ids=["bytes", "four runs", "two runs"],
+)
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_registers_that_are_dealt_hold_dealt_columns(rows: int, layout: Any, is_faulty: bool):
+    """As layouts define what a thread holds: there the compiled kernel and the interpreted may differ."""
+    matrix = np.arange(rows * 32).reshape(rows, 32)
+    product_layout = plgpu.Layout.WGMMA.to_mgpu()
+    wanted = np.asarray(accumulators.dealt(jnp.asarray(np.repeat(matrix, 64 // rows, axis=0))))
+    cuts = (slice(2, 4), slice(2)) if is_faulty else (slice(2), slice(2, 4))
+    got, right = [], []
+    for thread in range(128):
+        fours = registers_of(layout.to_mgpu(), matrix, thread)
+        held = np.empty(fours.shape[:-1], dtype=object)
+        for index in np.ndindex(held.shape):
+            held[index] = tuple(fours[index])
+        shape = product_layout.registers_shape((64, 32))
+        dealt = accumulators.dealt_registers(lambda four: [four[cut] for cut in cuts], held, shape)
+        got.append(list(dealt.ravel()))
+        right.append(registers_of(product_layout, wanted, thread).reshape(-1, 2))
+    assert np.array_equal(got, right) != is_faulty
+
+
+def test_gathered_columns_are_those_that_were_dealt():
+    columns = jnp.arange(64).reshape(2, 32)
+    np.testing.assert_array_equal(accumulators.gathered(accumulators.dealt(columns)), columns)
+    assert np.asarray(accumulators.dealt(columns))[0, :4].tolist() == [0, 1, 4, 5]
