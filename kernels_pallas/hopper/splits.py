@@ -148,11 +148,7 @@ def plan(
     first_seen = jnp.maximum((ends if held is None else held) - sizes.capacity * stride, 0)
     if window is not None:
         first_seen = jnp.maximum(first_seen, starts - window + 1)
-    first_slot, end_slot = first_seen, ends
-    if stripe is not None:
-        # Counted in the stripe, whole pages: what they hold besides is masked.
-        pages = first_seen // sizes.page_size, -(-ends // sizes.page_size)
-        first_slot, end_slot = (stripe.pages_before(page) * sizes.page_size for page in pages)
+    first_slot, end_slot = slots_between(first_seen, ends, sizes.page_size, stripe)
     first_split = first_slot // sizes.split
     counts = jnp.where(lens > 0, jnp.maximum(-(-end_slot // sizes.split) - first_split, 0), 0)
     last = jnp.cumsum(counts, dtype=jnp.int32)
@@ -166,15 +162,33 @@ def plan(
     end_block = -(-jnp.minimum(begin + sizes.split, end_slot[seq]) // BLOCK_TOKENS)
     work = jnp.stack([seq, first_block, end_block - first_block, first_seen[seq], ends[seq]], axis=1)
 
-    steps = jnp.arange(time, dtype=jnp.int32)[None]
-    limits = jnp.where(steps < lens[:, None], starts[:, None] + steps + 1, 0)
-    limits = jnp.pad(jnp.repeat(limits, group, axis=1), ((0, 0), (0, padding)))
     return Splits(
         work=work.astype(jnp.int32),
         counts=jnp.stack([jnp.asarray(x, jnp.int32) for x in (last[-1], page_offset, *(stripe or ()))]),
         of_sequences=jnp.stack([first, counts], axis=1).astype(jnp.int32),
-        limits=limits.astype(jnp.int32),
+        limits=limits(starts, lens, time=time, group=group, padding=padding),
     )
+
+
+def slots_between(
+    first: Int[Array, "..."], end: Int[Array, "..."], page_size: int, stripe: Stripe | None
+) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
+    """Return the first slot that holds a position from `first` to `end`, and that after the last."""
+    if stripe is None:
+        return first, end
+    # Counted in the stripe, whole pages: what they hold besides is masked.
+    pages = first // page_size, -(-end // page_size)
+    first, end = (stripe.pages_before(page) * page_size for page in pages)
+    return first, end
+
+
+def limits(
+    starts: Int[Array, " seq"], lens: Int[Array, " seq"], *, time: int, group: int, padding: int
+) -> Int[Array, "seq row"]:
+    """Return for rows as in `plan` the first position that each does not see; 0 where it is no query."""
+    steps = jnp.arange(time, dtype=jnp.int32)[None]
+    of_tokens = jnp.where(steps < lens[:, None], starts[:, None] + steps + 1, 0)
+    return jnp.pad(jnp.repeat(of_tokens, group, axis=1), ((0, 0), (0, padding))).astype(jnp.int32)
 
 
 def merge(

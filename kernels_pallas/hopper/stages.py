@@ -23,7 +23,7 @@ from kernels_pallas.hopper.accumulators import (
     matrices,
     wide,
 )
-from kernels_pallas.hopper.blocks import BLOCK_TOKENS
+from kernels_pallas.hopper.blocks import BLOCK_TOKENS, Piece
 from kernels_pallas.hopper.forms import RUN_CHANNELS, Form
 from kernels_pallas.paged_attention.contract import Pages
 
@@ -90,6 +90,22 @@ def stages(form: Form, num_stages: int, block_pages: int, head_dim: int) -> Stag
         numbers=matrices((BLOCK_TOKENS, head_dim), form.dtype, form.tile) if form.is_converted else None,
         barriers=plgpu.Barrier(num_arrivals=block_pages * copies, num_barriers=num_stages),
     )
+
+
+def copy_piece(
+    pool: Pool, blocks: Stages, form: Form, piece: Piece, num_slots: int, head: jax.Array, stage: Any
+) -> None:
+    """Start the copies of a KV head's slots in one page, and of their scales."""
+    barrier = blocks.barriers.at[stage]
+    source = piece.page, head, pl.ds(piece.slot, num_slots)
+    target = stage, pl.ds(piece.place, num_slots)
+    plgpu.copy_gmem_to_smem(pool.data.at[*source], blocks.data.at[*target], barrier)
+    num_scales = form.scales_of(num_slots)
+    source = piece.page, head, pl.ds(form.scales_of(piece.slot), num_scales)
+    target = stage, pl.ds(form.scales_of(piece.place), num_scales)
+    for scales, own in ((pool.scale, blocks.scale), (pool.zero, blocks.zero)):
+        if own is not None:
+            copy_scales(scales.at[*source], own.at[*target], barrier)
 
 
 def copy_scales(scale_ref: Any, stage_ref: Any, barrier: Any) -> None:

@@ -60,7 +60,7 @@ from kernels_pallas.hopper.stages import (
     Stages,
     convert,
     convert_runs,
-    copy_scales,
+    copy_piece,
     load_scales,
     pool_of,
     stages,
@@ -361,16 +361,7 @@ def _attend_kernel(
                     (keys_pool, keys, sizes.keys),
                     (values_pool, values, sizes.values),
                 ):
-                    barrier = blocks.barriers.at[stage]
-                    source = piece.page, head, pl.ds(piece.slot, num_slots)
-                    target = stage, pl.ds(piece.place, num_slots)
-                    plgpu.copy_gmem_to_smem(pool.data.at[*source], blocks.data.at[*target], barrier)
-                    num_scales = form.scales_of(num_slots)
-                    source = piece.page, head, pl.ds(form.scales_of(piece.slot), num_scales)
-                    target = stage, pl.ds(form.scales_of(piece.place), num_scales)
-                    for scales, own in ((pool.scale, blocks.scale), (pool.zero, blocks.zero)):
-                        if own is not None:
-                            copy_scales(scales.at[*source], own.at[*target], barrier)
+                    copy_piece(pool, blocks, form, piece, num_slots, head, stage)
 
         read_table = functools.partial(sizes.walk.read_table, table_ref, seq)
         ahead = []

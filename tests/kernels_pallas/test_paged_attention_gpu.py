@@ -196,7 +196,7 @@ def test_a_prefill_sees_no_page_that_it_writes_over_itself(fault: str | None):
 STRIPE_FAULTS: dict[str, Fault] = {
     "pages of the stripe before": (blocks, "(stripe.stride - 1) + stripe.offset)", "(stripe.stride - 1))"),
     "pages that follow one another": (blocks, "page * (stripe.stride - 1) + stripe", "stripe"),
-    "a last page that is left out": (splitting, "-(-ends // sizes.page_size)", "ends // sizes.page_size"),
+    "a last page that is left out": (splitting, "-(-end // page_size)", "end // page_size"),
     "a ring of one stripe": (splitting, "sizes.capacity * stride", "sizes.capacity"),
 }
 
