@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.pallas.mosaic.interpret.race_detection_state import _ranges_overlap
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
+from jax._src.pallas.mosaic_gpu.interpret.shared_memory import HostAllocationKey
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
@@ -39,11 +41,31 @@ def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # Each kernel of a call has a state of its own, and the interpreter keeps the last one's alone.
         patch.setattr(gpu_callbacks, "GPURaceDetectionState", observed)
+        patch.setattr(gpu_callbacks, "wgmma", functools.partial(_observed_wgmma, gpu_callbacks.wgmma))
         with plgpu.force_gpu_interpret_mode(recording(plgpu.InterpretGPUParams)):
             out = jax.block_until_ready(call(*arguments))
     races = [state.races_found for state in states]
     assert races == [False, False], f"races in kernels: {races}"
     return out
+
+
+def _observed_wgmma(wgmma: Callable[..., Any], **named: Any) -> Any:
+    """Look for races with what a product reads, which the interpreter does not.
+
+    It reads as copies do, past a fence: what a warp group itself wrote is to be committed before.
+    """
+    shared, races, thread = gpu_callbacks._get_shared_memory(), gpu_callbacks.get_races(), named["thread"]
+    for factor in ("a", "b"):
+        key = HostAllocationKey.from_array(named[f"{factor}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(named[f"{factor}_transforms"])
+        read = shared.access(key, jax.tree.map(int, transforms)).range
+        clock = shared.get_clock(thread).async_smem_clock
+        with races.lock:
+            races.reads[key].append((thread, clock, read, "a product"))
+            for _, written, where, _ in races.writes[key]:
+                if _ranges_overlap(read, where) and (written.clock > clock.clock).any():
+                    races.races_found = True
+    return wgmma(**named)
 
 
 class Report(NamedTuple):
