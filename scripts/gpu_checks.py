@@ -31,6 +31,8 @@ CHECKED = {
     "head_256": Shape(8, 2, 256, page_size=32, time=4, totals=(4, 700, 5000), soft_cap=30.0),
     "window": Shape(32, 8, 128, page_size=16, time=1, totals=(1, 700, 5000), window=1024),
     "prefill": Shape(32, 8, 128, page_size=64, time=512, totals=(512, 3000, 0)),
+    "prefill_256": Shape(8, 2, 256, page_size=16, time=300, totals=(20, 2000), window=1024, soft_cap=30.0),
+    "prefill_64": Shape(2, 2, 64, page_size=128, time=60, totals=(0, 700), has_sinks=True),
     "large_batch": Shape(32, 8, 128, page_size=64, time=1, totals=tuple(range(0, 3072, 24))),
 }
 CHECKED_LATENTS = {

@@ -4,9 +4,10 @@
 
 Needs the compilers of jkv[aot], and a folder that holds bin/nvdisasm: that of CUDA, or `nvidia/cu13` of the
 package nvidia-cuda-nvdisasm. Counts, for a block of 64 tokens of one KV head or latent, what a warp
-issues in the loop over blocks, without what only blocks with dead slots run; and the clocks of one of an
-H200's 132 multiprocessors that follow for a block: of its memory traffic, of issue, of tensor cores and of
-special function units. Waiting is not counted: programs that share a multiprocessor, two and more, fill it.
+issues in the loop over blocks, without what only blocks with dead slots run, or, of long steps, blocks that
+some query does not see wholly; and the clocks of one of an H200's 132 multiprocessors that follow for a
+block: of its memory traffic, of issue, of tensor cores and of special function units. Waiting is not counted:
+programs that share a multiprocessor, two and more, or the warp groups of one, fill it.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from jkv.cache.codec import CODECS, Codec, find_codecs
 from jkv.targets import target
 from kernels_pallas.hopper.blocks import BLOCK_TOKENS
+from kernels_pallas.hopper.splits import PIECE_TOKENS
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention.shapes import Shape
 from tests.gpu_kernels import Report, compile_latent, compile_paged
@@ -43,6 +45,18 @@ CLASSES = {
     "shared": "LDS|STS|LDSM|STSM",
     "barriers": "BAR|SYNCS|MEMBAR",
 }
+# None of it is in code that masks logits and does nothing else.
+_NO_MASK = "HGMMA|MUFU|LD|ST|UTMA|SYNCS|BAR"
+# Of 128 query rows, 4 heads of 32 tokens: codec, head_dim, page_size
+PREFILL = [
+    ("bf16", 128, 64),
+    ("bf16", 128, 16),
+    ("bf16", 64, 64),
+    ("bf16", 256, 64),
+    ("int8", 128, 64),
+    ("fp8_e4m3", 128, 64),
+    ("int4_token", 128, 64),
+]
 PAGED = [
     # codec, head_dim, page_size, query heads of a KV head, tokens of a query
     ("bf16", 128, 64, 4, 1),
@@ -60,6 +74,7 @@ PAGED = [
     ("int4_token", 128, 64, 4, 1),
     ("int4", 128, 64, 4, 1),
     ("bf16", 128, 64, 8, 4),
+    *((*sizes, 4, 32) for sizes in PREFILL),
 ]
 # Of DeepSeek-V3: codec, page_size, query heads
 LATENT = [
@@ -69,8 +84,8 @@ LATENT = [
     ("int8", 64, 128),
     ("int4_token", 64, 128),
 ]
-# Warp groups of the kernel of latents.
-LATENT_GROUPS = 2
+# Warp groups of the kernels of latents and of long steps.
+GROUPS = 2
 BOUNDS = ["memory", "issue", "tensor", "special"]
 
 
@@ -110,16 +125,25 @@ def inner_loop(code: str) -> Counter[str]:
         (begin, end)
         for end, begin in jumps
         if begin < end
-        and lines[end].is_conditional
+        and "EXIT" not in {line.operation for line in lines[begin:end]}
         and _has_products(line.operation for line in lines[begin:end])
     ]
     begin, end = min(loops, key=lambda loop: loop[1] - loop[0])
     skipped = set()
     for place, goal in jumps:
-        if begin < place < goal < end:
-            over = [line.operation for line in lines[place + 1 : goal]]
-            if "STSM" in over and "UTMALDG" not in over and not _has_products(over):
-                skipped |= set(range(place + 1, goal))
+        if not begin < place < goal < end:
+            continue
+        over = [line.operation for line in lines[place + 1 : goal]]
+        is_fetch = "UTMALDG" in over
+        if lines[place].is_conditional:
+            zeroes = "STSM" in over and not is_fetch and not _has_products(over)
+            masks = "FSEL" in over and not any(re.match(_NO_MASK, operation) for operation in over)
+            is_skipped = zeroes or masks
+        else:
+            # What the other warp group does: it brings values, where this one has brought keys.
+            is_skipped = is_fetch and lines[place + 1].label is not None
+        if is_skipped:
+            skipped |= set(range(place + 1, goal))
     kept = (lines[place] for place in range(begin, end + 1) if place not in skipped)
     return Counter(line.operation for line in kept if line.operation)
 
@@ -146,13 +170,14 @@ def main() -> None:
         shape = Shape(8 * group, 8, head_dim, page_size, time)
         compile_case = functools.partial(compile_paged, mesh, shape, codec)
         stored = token_bytes(find_codecs(*codec.split("/")), page_size, head_dim)
-        print_row(compile_case, [codec, head_dim, page_size, group * time], stored, num_groups=1)
+        num_groups = GROUPS if time > PIECE_TOKENS else 1
+        print_row(compile_case, [codec, head_dim, page_size, group * time], stored, num_groups)
     for codec, page_size, num_heads in LATENT if options.kernel != "paged" else ():
         shape = LatentShape(num_heads, 512, 64, 128, 128, page_size, 1)
         compile_case = functools.partial(compile_latent, mesh, shape, codec)
         queries = min(num_heads, 64)
         stored = token_bytes([CODECS[codec]], page_size, 512) + token_bytes([CODECS["bf16"]], page_size, 64)
-        print_row(compile_case, [codec, "512 + 64", page_size, queries], stored, num_groups=LATENT_GROUPS)
+        print_row(compile_case, [codec, "512 + 64", page_size, queries], stored, num_groups=GROUPS)
 
 
 def token_bytes(codecs: Iterable[Codec], page_size: int, head_dim: int) -> float:

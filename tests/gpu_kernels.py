@@ -30,8 +30,8 @@ from .kernels_pallas.models import make_pages
 from .machines import recording
 
 
-def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a call of two kernels, in memory that is NaN until it is written; assert that nothing races."""
+def interpret(call: Callable[..., Any], *arguments: Any, num_kernels: int = 2) -> Any:
+    """Run a call of kernels, in memory that is NaN until it is written; assert that nothing races."""
     states = []
 
     def observed(*positional, **named):
@@ -45,7 +45,7 @@ def interpret(call: Callable[..., Any], *arguments: Any) -> Any:
         with plgpu.force_gpu_interpret_mode(recording(plgpu.InterpretGPUParams)):
             out = jax.block_until_ready(call(*arguments))
     races = [state.races_found for state in states]
-    assert races == [False, False], f"races in kernels: {races}"
+    assert races == [False] * num_kernels, f"races in kernels: {races}"
     return out
 
 

@@ -79,7 +79,11 @@ class Form(NamedTuple):
 
     def summed(self, numbers: jax.Array) -> jax.Array:
         """Return float32 sums of numbers, their last axis channels, as those of entries."""
-        return gathered(numbers) / self.unit if self.is_dealt else numbers
+        return self.ordered(numbers) / self.unit
+
+    def ordered(self, numbers: jax.Array) -> jax.Array:
+        """Return sums of numbers, their last axis channels, in the order of those of entries."""
+        return gathered(numbers) if self.is_dealt else numbers
 
     @property
     def is_converted(self) -> bool:

@@ -92,6 +92,14 @@ def stages(form: Form, num_stages: int, block_pages: int, head_dim: int) -> Stag
     )
 
 
+def stored_bytes(form: Form, head_dim: int) -> int:
+    """Return the bytes of a block of `stages` as it is stored, with its scales."""
+    num_bytes = BLOCK_TOKENS * head_dim * form.stored.itemsize
+    if form.has_runs:
+        return num_bytes // 2 + 2 * form.scales_of(BLOCK_TOKENS) * jnp.dtype(jnp.bfloat16).itemsize
+    return num_bytes + (BLOCK_TOKENS * jnp.dtype(jnp.float32).itemsize if form.scaling == "token" else 0)
+
+
 def copy_piece(
     pool: Pool, blocks: Stages, form: Form, piece: Piece, num_slots: int, head: jax.Array, stage: Any
 ) -> None:

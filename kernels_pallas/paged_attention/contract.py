@@ -27,7 +27,8 @@ class Tiling:
         num_buffers: blocks that a TPU's kernel keeps at once: one in use, the others on their way.
         split_tokens: keys and values that a GPU's kernel sums by themselves, at least; a table has at most
             128 such splits.
-        num_programs: programs that share a GPU's work; an H200 has room for two on 132 multiprocessors each.
+        num_programs: programs that share a GPU's work, of steps of up to 16 tokens of heads; an H200 has room
+            for two on 132 multiprocessors each.
         is_interpreted: whether a GPU's kernel does without what its interpreter has not: products that begin
             with the sums in registers, other shapes of what shared memory holds, and bits taken for numbers.
     """

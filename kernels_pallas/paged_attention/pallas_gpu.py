@@ -1,13 +1,13 @@
 """Paged attention for NVIDIA GPUs of the Hopper generation, on Pallas' Mosaic GPU backend.
 
-A step of many tokens is cut into pieces of 16, each of which walks as a sequence of its own to where it ends,
-in one split. A sequence is cut into splits of a fixed number of tokens; a program takes splits of one KV
-head, one after another, and walks each in blocks of 64 tokens whose pages TMA brings, a few blocks ahead.
-Products have their operands swapped, `keys @ query.T` and `values.T @ weights`: queries of a KV head, padded
-to 8 rows, are the narrow side of a `wgmma`, and a softmax costs what they need and not 64 rows. A second
-kernel merges a sequence's splits by their log-sum-exp. Channels of values are rows of a `wgmma`, 64 or a
-multiple; of other heads the last 64 channels are multiplied by themselves, those among them that were before
-once more.
+A step of more than 16 tokens is for `pallas_gpu_prefill`; of those that it does not take each piece of 16
+tokens walks as a sequence of its own to where it ends, in one split. Of shorter steps a sequence is cut into
+splits of a fixed number of tokens; a program takes splits of one KV head, one after another, and walks each
+in blocks of 64 tokens whose pages TMA brings, a few blocks ahead. Products have their operands swapped,
+`keys @ query.T` and `values.T @ weights`: queries of a KV head, padded to 8 rows, are the narrow side of a
+`wgmma`, and a softmax costs what they need and not 64 rows. A second kernel merges a sequence's splits by
+their log-sum-exp. Channels of values are rows of a `wgmma`, 64 or a multiple; of other heads the last 64
+channels are multiplied by themselves, those among them that were before once more.
 
 Grid: `Tiling.num_programs`, whatever the batch; which splits there are is worked out on the device beside the
 kernel, so cost follows the tokens held. Where a table is that of a stripe, they are counted in the stripe.
@@ -66,6 +66,7 @@ from kernels_pallas.hopper.stages import (
     stages,
     zero_dead,
 )
+from kernels_pallas.paged_attention import pallas_gpu_prefill as prefill
 from kernels_pallas.paged_attention.contract import PagedArguments, Stripe, Tiling
 from kernels_pallas.paged_attention.xla import attend_to_own_runs
 
@@ -151,6 +152,8 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     if page_size == 8 and head_dim == 256 and _is_converted(arguments):
         # Eight entries of the table for a block take more registers than the conversion leaves.
         return "the GPU kernel takes heads of 256 in 4 or 8 bits in pages of 16 tokens or more, got 8"
+    if prefill.takes(arguments):
+        return None
     cut = _cut(arguments, tiling or Tiling())
     arguments = jax.eval_shape(lambda given: splitting.in_pieces(given, "query"), arguments)
     rows, num_parts = _parts(arguments)
@@ -177,12 +180,18 @@ def paged_attention(
     if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
     time = arguments.query.shape[1]
-    pieces = splitting.in_pieces(arguments, "query")
-    sizes = _sizes(pieces, num_pages, _cut(arguments, tiling), tiling, scale, window, soft_cap)
-    attended = _attend_from_pieces(pieces, splitting.held_of_pieces(arguments), sizes)
-    out, log_sum = (splitting.joined(x, time) for x in attended)
+    options = {"num_pages": num_pages, "scale": scale, "window": window, "soft_cap": soft_cap}
+    if prefill.takes(arguments):
+        # What is merged is rounded after.
+        query = arguments.query if arguments.recent is None else arguments.query.astype(jnp.float32)
+        out, log_sum = prefill.attend(arguments._replace(query=query), sinks=sinks, tiling=tiling, **options)
+        sinks = None
+    else:
+        pieces = splitting.in_pieces(arguments, "query")
+        sizes = _sizes(pieces, num_pages, _cut(arguments, tiling), tiling, scale, window, soft_cap)
+        attended = _attend_from_pieces(pieces, splitting.held_of_pieces(arguments), sizes)
+        out, log_sum = (splitting.joined(x, time) for x in attended)
     if arguments.recent is not None:
-        options = {"num_pages": num_pages, "scale": scale, "window": window, "soft_cap": soft_cap}
         out, log_sum = _merged((out, log_sum), attend_to_own_runs(arguments, **options))
     if sinks is not None:
         is_query = jnp.arange(time, dtype=jnp.int32)[None] < arguments.lens[:, None]
