@@ -85,4 +85,5 @@ def shape_of(arguments: LatentArguments) -> Shape:
         num_keys=2,
         value=0,
         query_dtype=jnp.dtype(arguments.query.dtype),
+        multiplies_int8=tuned.multiplies_int8(),
     )

@@ -84,4 +84,5 @@ def shape_of(arguments: PagedArguments) -> Shape:
         num_keys=1,
         value=1,
         query_dtype=jnp.dtype(arguments.query.dtype),
+        multiplies_int8=tuned.multiplies_int8(),
     )

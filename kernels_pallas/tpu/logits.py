@@ -8,37 +8,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from kernels_pallas.tpu.parts import Part, Runs
+from kernels_pallas.tpu.pieces import Query
+from kernels_pallas.tpu.sizes import DIGITS
 
 
 def logits_of(
     part: Part,
-    query: Float[Array, "head row lane"],
-    entries: Float[Array, "head place lane"],
+    query: Query,
+    entries: Shaped[Array, "head place lane"],
     scales: list[Any],
-    shifts: list[Array],
+    shifts: list[Any],
 ) -> Float[Array, "head row token"]:
     """Return the logits of a pool's tile, the slots of each column beside those of the one before it.
 
     Args:
         part: the pool.
-        query: as `pieces.to_rows` has it.
-        entries: rows of lanes.
+        query: of a piece.
+        entries: rows of lanes; int8 where those of the query are.
         scales: of the tokens, `[head, 1, token]` or as many equal lanes; one for each run of channels, or one
             for all, or None.
         shifts: of the tokens and runs, the same: what an entry of nothing stands for.
     """
     if part.scaling == "channels":
         assert part.runs is not None
-        return _logits_of_runs(part, part.runs, query, entries, scales, shifts)
-    share, num_rows = part.columns.share, query.shape[1]
+        return _logits_of_runs(part, part.runs, query.rows, entries, scales, shifts)
+    share, num_rows = part.columns.share, query.rows.shape[1]
     begins = [place * part.place_lanes for place in range(share)]
-    queries = [query] if share == 1 else _alone(query, begins, part.place_lanes, part.halves)
+    queries = [query.rows] if share == 1 else _alone(query.rows, begins, part.place_lanes, part.halves)
     shared = products("hrd,hsd->hrs", jnp.concatenate(queries, axis=1), entries)
     rows = [shared[:, i * num_rows : (i + 1) * num_rows] for i in range(share)]
     logits = jnp.concatenate(rows, axis=-1)
+    if query.unit is not None:
+        digits = jnp.split(logits, DIGITS, axis=1)
+        whole = sum(digit.astype(jnp.float32) * 256**place for place, digit in enumerate(digits))
+        logits = whole * query.unit
     return logits if scales[0] is None else logits * scales[0]
 
 
@@ -70,12 +76,14 @@ def _alone(query: Array, begins: list[int], span: int, halves: int = 1) -> list[
     lane = jax.lax.broadcasted_iota(jnp.int32, (*query.shape[:2], query.shape[2] // halves), 2)
     lane = jnp.concatenate([lane] * halves, axis=-1)
     # As wide as the masks are.
-    wide = query.astype(jnp.float32)
-    kept = [jnp.where((lane >= begin) & (lane < begin + span), wide, 0.0) for begin in begins]
+    wide = query.astype(jnp.int32 if query.dtype == jnp.int8 else jnp.float32)
+    nothing = jnp.zeros((), wide.dtype)
+    kept = [jnp.where((lane >= begin) & (lane < begin + span), wide, nothing) for begin in begins]
     return [alone.astype(query.dtype) for alone in kept]
 
 
 def products(equation: str, left: Array, right: Array) -> Array:
-    """Multiply in float32; operands that are float32 are not rounded to bfloat16."""
+    """Multiply in float32, or integers in int32; operands that are float32 are not rounded to bfloat16."""
+    dtype = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
     precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention.contract import Stripe
 from kernels_pallas.tpu.parts import Part
-from kernels_pallas.tpu.sizes import Sizes
+from kernels_pallas.tpu.sizes import DIGITS, Sizes
 
 # Larger than any position, and small enough that a window is added without overflow.
 HIDDEN = 2**30
@@ -24,6 +24,7 @@ class Pieces(NamedTuple):
         begins: of the pages of the stripe, the first that it sees; 0 where it sees none.
         ends: of the slots of the stripe, the end of those that it sees; the same.
         following: the next piece that sees any, which may be the piece itself.
+        holed: 1 where its sequence sees entries of the table that name no page.
     """
 
     starts: Any
@@ -32,10 +33,16 @@ class Pieces(NamedTuple):
     begins: Any
     ends: Any
     following: Any
+    holed: Any
 
 
 def pieces_of(
-    starts: Int[Array, " seq"], lens: Int[Array, " seq"], stripe: Stripe, sizes: Sizes, window: int | None
+    table: Int[Array, "seq max_pages"],
+    starts: Int[Array, " seq"],
+    lens: Int[Array, " seq"],
+    stripe: Stripe,
+    sizes: Sizes,
+    window: int | None,
 ) -> Pieces:
     """Return the pieces of a step."""
     page_size = sizes.shape.page_size
@@ -54,11 +61,26 @@ def pieces_of(
     ends = last * page_size + jnp.minimum(filled, page_size)
     is_seen = (firsts < piece_ends) & (begins <= last)
     begins, ends = jnp.where(is_seen, begins, 0), jnp.where(is_seen, ends, 0)
+    holed = jnp.repeat(_has_holes(table, begins, last, is_seen, sizes), sizes.pieces_per_seq)
     padding = (0, sizes.num_pieces + 1 - piece_lens.shape[0])
     index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
     following = jnp.where(jnp.pad(is_seen, padding), index, sizes.num_pieces)
-    arrays = (jnp.pad(array, padding) for array in (piece_starts, piece_lens, firsts, begins, ends))
-    return Pieces(*arrays, following=jax.lax.cummin(following, reverse=True))
+    given = (piece_starts, piece_lens, firsts, begins, ends)
+    arrays = (jnp.pad(array, padding) for array in given)
+    following = jax.lax.cummin(following, reverse=True)
+    return Pieces(*arrays, following=following, holed=jnp.pad(holed, padding))
+
+
+def _has_holes(table: Array, begins: Array, last: Array, is_seen: Array, sizes: Sizes) -> Int[Array, " seq"]:
+    """Return 1 for each sequence whose pieces see an entry of its row that names no page."""
+    of_seqs = (-1, sizes.pieces_per_seq)
+    begin = jnp.min(jnp.where(is_seen, begins, HIDDEN).reshape(of_seqs), axis=1, keepdims=True)
+    end = jnp.max(jnp.where(is_seen, last + 1, 0).reshape(of_seqs), axis=1, keepdims=True)
+    column = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    # The first page from `begin` on that has this column.
+    page = begin + jnp.remainder(column - begin, table.shape[1])
+    is_page = (table >= 0) & (table < sizes.num_pages)
+    return jnp.any((page < end) & ~is_page, axis=1).astype(jnp.int32)
 
 
 class Own(NamedTuple):
@@ -102,15 +124,47 @@ def own_of(
     )
 
 
-def to_rows(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Array:
-    """Return queries as `[piece, kv_head, row, lane]`, padded with zeros.
+class Query(NamedTuple):
+    """The queries that are multiplied with a pool's entries, or their refs.
+
+    Attributes:
+        rows: `[piece, kv_head, row, lane]`, padded with zeros; int8 where entries are multiplied as integers,
+            those of each of the `DIGITS` digits below those of the one before it, which counts a 256th.
+        unit: float32 `[piece, kv_head, row, 1]`, what 1 of the integers is; None where they are numbers.
+    """
+
+    rows: Any
+    unit: Any = None
+
+
+def query_of(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Query:
+    """Return queries as a pool's entries take them.
 
     A query stands at every place that a slot has in a row of lanes; of 4-bit entries, each half of it does.
     """
     rows = _rows_of(query, sizes)
     padding = ((0, 0), (0, 0), (0, 0), (0, part.place_lanes - rows.shape[-1] // part.halves))
     halves = [jnp.pad(half, padding) for half in jnp.split(rows, part.halves, axis=-1)]
-    return jnp.concatenate([half for half in halves for _ in range(part.columns.share)], axis=-1)
+    rows = jnp.concatenate([half for half in halves for _ in range(part.columns.share)], axis=-1)
+    return _in_integers(rows) if sizes.has_int8_product(part) else Query(rows)
+
+
+def _in_integers(rows: Float[Array, "piece kv_head row lane"]) -> Query:
+    """Return queries as integers of 24 bits, digit by digit.
+
+    The unit is a power of two: bfloat16 entries that are not below 2**-15 of the largest stay what they are.
+    Where one is not finite, so are no logits.
+    """
+    wide = rows.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    most = sum(127 * 256**place for place in range(DIGITS))
+    _, exponent = jnp.frexp(largest / most)
+    unit = jnp.where(jnp.isfinite(largest), jnp.ldexp(jnp.ones_like(largest), exponent), jnp.nan)
+    rest, digits = jnp.round(wide / unit).astype(jnp.int32), []
+    for _ in range(DIGITS):
+        digits.append(((rest + 128) & 255) - 128)
+        rest = (rest - digits[-1]) >> 8
+    return Query(jnp.concatenate(digits, axis=2).astype(jnp.int8), unit)
 
 
 def _rows_of(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes) -> Array:

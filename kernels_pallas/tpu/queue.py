@@ -32,7 +32,8 @@ class Starts:
     """The copies of a tile, which begin one by one while another is attended to.
 
     The compiler keeps loads of tiles and copies into them in the order of the program: neither may come in a
-    heap. Copies take scalar slots alone, some four cycles each, and cost nothing beside a vector's work.
+    heap. Copies take scalar slots alone, some four cycles each, and cost nothing beside a vector's work, of
+    which there is most while weights become known and values are loaded.
 
     Attributes:
         steps: begins one with each step, and ends with what is to be done about pages that are none.
@@ -146,15 +147,13 @@ class Queue:
         first, count = tile * sizes.block_pages, math.gcd(sizes.block_pages, max_pages)
         column = first - _divided(first, max_pages) * max_pages
         begin, end = self.pages_of(piece, tile)
-        has_holes: Any = False
+        has_holes = self.pieces.holed[piece] != 0
         for place in range(sizes.block_pages):
             if place and place % count == 0:
                 column = jnp.where(column + count == max_pages, 0, column + count)
             index = self.rows[base + column + place % count]
             is_seen = _is_below(place - (begin - first), end - begin)
-            is_page = _is_below(index, sizes.num_pages)
-            is_started = is_seen & is_page
-            has_holes |= is_seen & ~is_page
+            is_started = is_seen & _is_below(index, sizes.num_pages)
             for array, tile_ref, semaphore in self._pairs(buffer, place):
                 pages = array.at[pl.ds(self.offset[0], sizes.num_pages)]
                 pl.when(is_started)(pltpu.make_async_copy(pages.at[index], tile_ref, semaphore).start)

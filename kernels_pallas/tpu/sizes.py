@@ -9,18 +9,23 @@ import jax.numpy as jnp
 from kernels_pallas.paged_attention.contract import Tiling
 from kernels_pallas.tpu.parts import LANES, SUBLANES, Part, Runs
 
-# Bytes of a decode's tile: a v6e reads them in 1.3 us, twice what a copy takes to begin; a fifth of that is
-# what a tile costs however long it is, some 400 cycles. Wider steps spread these over their rows: half does.
-_TILE_BYTES = 2**21
-# Tiles of the longest row, at least: all of its last one is computed, however little of it is seen.
-_LEAST_TILES = 4
+# Bytes of a decode's tile: a v6e reads them in 1.9 us, three times what a copy takes to begin; an eighth of
+# it is what a tile costs however long it is, some 400 cycles. Wider steps spread these over rows: half does.
+_TILE_BYTES = 3 * 2**20
+# Tiles of the longest row, at least: all of its last one is computed, however little of it is seen, and of a
+# window's first one too.
+_LEAST_TILES, _LEAST_WINDOW_TILES = 2, 4
 # Rows of logits computed at once, of several heads where a head has fewer, and bytes of queries that a step
 # of the grid brings in.
 MAX_ROWS, _STEP_BYTES = 512, 2**19
 # Rows of 128 lanes of all heads' queries at most: with their sums and sinks they take 14 to 22 MiB.
 _MAX_HEAD_ROWS = 2**12
 # Tokens of a tile at most, and logits of a head in it.
-_MAX_BLOCK, _MAX_LOGITS = 2048, 2**18
+_MAX_BLOCK, _MAX_LOGITS = 4096, 2**18
+# Tokens of a tile that are multiplied at once, and rows of queries that become integers, at most.
+_CHUNK_TOKENS, _MOST_INT8_ROWS = 1024, 32
+# Digits, of 8 bits and either sign, of queries that are multiplied with integers.
+DIGITS = 3
 # Pages of a tile at most, where none is asked for: the copies of each are in the program.
 _MAX_PAGES = 64
 # Half of the SMEM of every generation, 1 MiB; half of a v7x core's VMEM.
@@ -42,6 +47,7 @@ class Shape:
         num_keys: of them, from the first on: a slot's logits are the sum over these.
         value: the pool that holds values, which may be one of keys.
         query_dtype: of queries and output.
+        multiplies_int8: whether the chip does.
     """
 
     num_seqs: int
@@ -54,6 +60,7 @@ class Shape:
     num_keys: int
     value: int
     query_dtype: Any
+    multiplies_int8: bool = True
 
     @property
     def keys(self) -> tuple[Part, ...]:
@@ -169,6 +176,29 @@ class Sizes:
         return self.block_pages * self.shape.page_size
 
     @property
+    def chunk_pages(self) -> int:
+        """Pages of a tile that are multiplied at once: of larger chunks the loads go by way of VMEM."""
+        least = math.lcm(self.shape.page_size, LANES * self.shape.share)
+        counts = [count for count in range(1, self.block // least + 1) if self.block % (count * least) == 0]
+        most = max([counts[0], *(count for count in counts if count * least <= _CHUNK_TOKENS)])
+        return most * least // self.shape.page_size
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a tile."""
+        return self.block_pages // self.chunk_pages
+
+    def has_int8_product(self, part: Part) -> bool:
+        """Whether the integers of a pool of keys are multiplied as such, by the digits of queries.
+
+        That spares conversions, and half of what loads a tile into the units that multiply; more rows of
+        logits, and a conversion of each, cost less only where rows are few.
+        """
+        is_whole = part.entry == "number" and part.dtype == jnp.int8 and self.shape.column % 32 == 0
+        is_rounded = self.shape.multiplies_int8 and self.shape.operand_dtype == jnp.bfloat16
+        return is_whole and is_rounded and self.rows <= _MOST_INT8_ROWS
+
+    @property
     def batch_heads(self) -> int:
         """KV heads whose logits are computed at once."""
         num_heads, most = self.shape.num_kv_heads, max(1, MAX_ROWS // self.rows)
@@ -236,8 +266,10 @@ def tiling_for(shape: Shape, *, window: int | None) -> Tiling:
     most = min(_MAX_BLOCK, _MAX_LOGITS // rows, _MAX_PAGES * shape.page_size)
     longest = longest_seen(shape, window=window)
     tile_bytes = _TILE_BYTES if shape.time == 1 else _TILE_BYTES // 2
-    of_tile = min(tile_bytes // shape.token_bytes, longest // _LEAST_TILES)
+    least = _LEAST_TILES if window is None else _LEAST_WINDOW_TILES
+    of_tile = min(tile_bytes // shape.token_bytes, longest // least)
     block = min(most, max(LANES, of_tile), longest)
+    block -= block % _CHUNK_TOKENS if block > _CHUNK_TOKENS else 0
     return Tiling(block, query_tokens, num_buffers=3)
 
 
@@ -279,9 +311,13 @@ def vmem_refusal(shape: Shape, tiling: Tiling) -> str | None:
 def _vmem_bytes(sizes: Sizes) -> int:
     """Return the bytes of tiles, sums, two steps' blocks with sinks, the spread of scales, and own runs."""
     shape, value_lanes = sizes.shape, sizes.shape.values.lanes
-    # A row's query and its output, of two steps; its sink, twice, padded; its three sums.
-    query_lanes = sum(part.lanes for part in shape.keys)
-    query_bytes = query_lanes * jnp.dtype(shape.operand_dtype).itemsize
+    # A row's query, its unit, padded, and its output, of two steps; its sink, twice, padded; its three sums.
+    query_bytes = sum(
+        part.lanes * DIGITS + LANES * 4
+        if sizes.has_int8_product(part)
+        else part.lanes * jnp.dtype(shape.operand_dtype).itemsize
+        for part in shape.keys
+    )
     step_bytes = query_bytes + value_lanes * jnp.dtype(shape.query_dtype).itemsize
     row_bytes = 2 * sizes.pieces_per_step * step_bytes + ((2 + 2) * LANES + value_lanes) * 4
     tiles = [array for part in shape.parts for array in tile_shapes(sizes, part) if array is not None]

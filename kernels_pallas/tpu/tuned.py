@@ -99,6 +99,11 @@ def chip_here() -> Chip | None:
     return next((chip for chip in get_args(Chip) if chip == name), None)
 
 
+def multiplies_int8() -> bool:
+    """Return whether the chip that a program is traced for multiplies 8-bit integers, as a v7x does not."""
+    return not pltpu.is_tpu_device() or pltpu.get_tpu_info().int8_ops_per_second > 0
+
+
 def calls_of(shape: Shape, chip: Chip, *, window: int | None) -> Calls:
     """Return what a file knows a call by."""
     return Calls(

@@ -21,19 +21,28 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.paged_attention.contract import Pages, Stripe
-from kernels_pallas.tpu.logits import logits_of, products
+from kernels_pallas.tpu.logits import logits_of
 from kernels_pallas.tpu.nibbles import nibbles
 from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
-from kernels_pallas.tpu.pieces import HIDDEN, Own, Pieces, from_rows, own_of, pieces_of, sink_rows, to_rows
+from kernels_pallas.tpu.pieces import (
+    HIDDEN,
+    Own,
+    Pieces,
+    Query,
+    from_rows,
+    own_of,
+    pieces_of,
+    query_of,
+    sink_rows,
+)
 from kernels_pallas.tpu.queue import CURSOR, Queue
 from kernels_pallas.tpu.runs import Spread, scales_of_runs, spread_of
-from kernels_pallas.tpu.sizes import VMEM_BYTES, Sizes, tile_shapes
+from kernels_pallas.tpu.sizes import DIGITS, VMEM_BYTES, Sizes, tile_shapes
 from kernels_pallas.tpu.slot_runs import decoded, own_logits
+from kernels_pallas.tpu.sums import weighted_sum
 
 # Below every logit of finite keys; finite, so that differences of two are numbers.
 _LOWEST = -(2.0**127)
-# The copies of the next tile that have begun when a tile's weights are known, a share of all.
-_BEFORE_VALUES = 1 / 2
 _FP8: dict[str, Any] = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
@@ -74,27 +83,38 @@ def walk(
         recent: as `PagedArguments`.
     """
     table, starts, lens, offset = rows
-    table = jnp.pad(table, ((0, sizes.num_parts * sizes.part_seqs - table.shape[0]), (0, 0)))
     shape, stripe = sizes.shape, stripe or Stripe(1, 0)
-    operands = [
-        to_rows(query.astype(shape.operand_dtype), sizes, part)
+    pieces = pieces_of(table, starts, lens, stripe, sizes, options.window)
+    table = jnp.pad(table, ((0, sizes.num_parts * sizes.part_seqs - table.shape[0]), (0, 0)))
+    operands = tuple(
+        query_of(query.astype(shape.operand_dtype), sizes, part)
         for query, part in zip(queries, shape.keys, strict=True)
-    ]
+    )
     out, log_sum = _call(sizes, options, has_sinks=sinks is not None)(
-        pieces_of(starts, lens, stripe, sizes, options.window),
+        pieces,
         *jax.tree.map(lambda scalar: jnp.asarray(scalar, jnp.int32)[None], (offset, stripe)),
         table.reshape(sizes.num_parts, -1),
-        tuple(operands),
+        operands,
         None if recent is None else own_of(queries[0].astype(shape.operand_dtype), recent, starts, sizes),
         None if sinks is None else sink_rows(sinks, sizes),
         spread_of(shape),
-        tuple(stored_of(pages) for pages in pools),
+        tuple(_in_hbm(part, stored_of(pages)) for part, pages in zip(shape.parts, pools, strict=True)),
     )
     log_sum = log_sum.reshape(*log_sum.shape[:2], -1)[:, :, : sizes.rows]
     halves = jnp.split(out, shape.values.halves, axis=-1)
     width = pools[shape.value].head_dim // len(halves)
     out = jnp.concatenate([half[..., :width] for half in halves], axis=-1)
     return from_rows(out, sizes), from_rows(log_sum, sizes)
+
+
+def _in_hbm(part: Part, stored: Stored) -> Stored:
+    """Keep a pool from being copied whole to VMEM before each call, as XLA does where there is room."""
+
+    def keep(array):
+        return None if array is None else pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+    scale = stored.scale if part.scaling == "head" else keep(stored.scale)
+    return Stored(keep(stored.data), scale, keep(stored.zero))
 
 
 def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
@@ -116,7 +136,12 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
         for part in shape.parts
     )
     spread = jax.tree.map(lambda array: of_call(*array.shape), spread_of(shape))
-    queries = tuple(of_step(sizes.rows, part.lanes) for part in shape.keys)
+    queries = tuple(
+        Query(of_step(DIGITS * sizes.rows, part.lanes), of_step(sizes.rows, 1))
+        if sizes.has_int8_product(part)
+        else Query(of_step(sizes.rows, part.lanes))
+        for part in shape.keys
+    )
     own = Own(of_step(sizes.rows, sizes.own_lanes), of_step(sizes.own_keys, sizes.own_lanes))
     own_sums = pltpu.VMEM((sizes.batch_heads, sizes.rows, sizes.block), jnp.float32)
     has_own = shape.run_slots is not None
@@ -176,7 +201,7 @@ def _kernel(
     offset_ref,  # int32 [1]                                   SMEM, prefetched
     stripe: tuple[Any, Any],  # int32 [1] each                 SMEM, prefetched
     table_ref,  # int32 [part, seq * max_pages]                HBM
-    query_refs,  # of each pool of keys: [step_piece, kv_head, row, lane]      VMEM
+    query_refs,  # of each pool of keys: `Query` of pieces of the step        VMEM
     own_refs: Any,  # `Own` where keys have runs of slots, else None          VMEM
     sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
     spread: Spread | None,  # of runs of channels              VMEM
@@ -286,21 +311,23 @@ def _kernel(
     def show_all():
         tokens_ref[...] = tokens()
 
-    def numbers(index, buffer, heads, starts, share):
-        """Return entries of a tile as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
+    def numbers(index, buffer, heads, chunk, dtype, starts=None):
+        """Return entries of a chunk as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
         part, loaded = shape.parts[index], []
-        for page in range(block_pages):
+        begin, end = chunk * sizes.chunk_pages, (chunk + 1) * sizes.chunk_pages
+        for page in range(begin, end):
             loaded.append(tiles[index].data[buffer, heads, pl.ds(page, 1)])
-            starts.reach(share((page + 1) / block_pages))
+            if starts is not None:
+                starts.reach((page + 1) / block_pages)
         entries = jnp.concatenate(loaded, axis=1)
         if part.entry == "int4":
             halves = nibbles(entries, part, is_paired=shape.is_paired)
             if part.scaling == "slots":
-                of_runs = (tiles[index].scale[buffer, heads], tiles[index].zero[buffer, heads])
-                halves = decoded(part, halves, *of_runs, is_paired=shape.is_paired, dtype=shape.operand_dtype)
+                of_runs = (ref[buffer, heads, pl.ds(begin, sizes.chunk_pages)] for ref in tiles[index][1:])
+                halves = decoded(part, halves, *of_runs, is_paired=shape.is_paired, dtype=dtype)
         else:
             halves = [pltpu.bitcast(entries, _FP8[part.entry]) if part.entry in _FP8 else entries]
-        halves = [half.astype(shape.operand_dtype) for half in halves]
+        halves = [half.astype(dtype) for half in halves]
         num_rows = part.columns.num_rows
 
         def rows_of(half, first):
@@ -315,6 +342,19 @@ def _kernel(
             ],
             axis=2,
         )
+
+    column_lanes, chunk_lanes = block // share, sizes.chunk_pages * page_size // share
+
+    def of_chunk(array, chunk):
+        """Return what a chunk's slots have of lanes in the order of `slots`."""
+        begins = range(chunk * chunk_lanes, block, column_lanes)
+        return jnp.concatenate([array[..., begin : begin + chunk_lanes] for begin in begins], axis=-1)
+
+    def of_chunks(chunks):
+        """Return lanes in the order of `slots` of what chunks have of them."""
+        begins = range(0, share * chunk_lanes, chunk_lanes)
+        lanes = [chunk[..., begin : begin + chunk_lanes] for begin in begins for chunk in chunks]
+        return jnp.concatenate(lanes, axis=-1)
 
     def scales(index, buffer) -> tuple[list[Any], list[Any]]:
         """Return scales and shifts of all heads in the order of the logits' lanes, `[kv_head, 1, token]`.
@@ -373,25 +413,27 @@ def _kernel(
             )
         batch = sizes.batch_heads
 
-        def summed_logits(heads, own, keys):
+        def summed_logits(heads, own):
             """Return the logits of some heads, the sum over the pools of keys."""
-
-            def of_heads(arrays: list[Any]) -> list[Any]:
-                return [array if array is None else array[own] for array in arrays]
-
-            parts = [
-                logits_of(
-                    shape.parts[part],
-                    query_refs[part][index, heads],
-                    entries,
-                    *map(of_heads, part_scales[part]),
-                )
-                for part, entries in enumerate(keys)
-            ]
+            parts = [part_logits(part, heads, own) for part in range(shape.num_keys)]
             if own_refs is not None:
                 take_own(heads)
                 parts = [jnp.where(is_own[None], own_ref[...], *parts)]
             return functools.reduce(jnp.add, parts) * options.scale
+
+        def part_logits(index_of_part, heads, own):
+            """Return the logits of some heads by one pool."""
+            part, chunks = shape.parts[index_of_part], []
+            query = jax.tree.map(lambda ref: ref[index, heads], query_refs[index_of_part])
+            dtype = jnp.int8 if sizes.has_int8_product(part) else shape.operand_dtype
+            for chunk in range(sizes.num_chunks):
+                entries = numbers(index_of_part, buffer, heads, chunk, dtype)
+                factors = [
+                    [array if array is None else of_chunk(array[own], chunk) for array in arrays]
+                    for arrays in part_scales[index_of_part]
+                ]
+                chunks.append(logits_of(part, query, entries, *factors))
+            return of_chunks(chunks)
 
         def take_own(heads):
             """Put the logits of own runs where their slots are in the tile, if any is."""
@@ -406,9 +448,7 @@ def _kernel(
 
         def take_heads(first):
             heads, own = pl.ds(first, batch), slice(first, first + batch)
-            keys = [numbers(part, buffer, heads, starts, _of_keys) for part in range(shape.num_keys)]
-            logits = summed_logits(heads, own, keys)
-            starts.reach(_BEFORE_VALUES)
+            logits = summed_logits(heads, own)
             if options.soft_cap is not None:
                 logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
             logits = jnp.where(is_seen[None], logits, -jnp.inf)
@@ -421,50 +461,18 @@ def _kernel(
             added_to = [jnp.sum(weights * shift[own], axis=-1, keepdims=True) for shift in shifts]
             peak_ref[heads] = peak
             total_ref[heads] = total_ref[heads] * keep + added
-            values = (
-                keys[shape.value]
-                if shape.value < shape.num_keys
-                else numbers(shape.value, buffer, heads, starts, _of_values)
+            chunks = (
+                (
+                    [of_chunk(of_run, chunk) for of_run in scaled],
+                    numbers(shape.value, buffer, heads, chunk, shape.operand_dtype, starts),
+                )
+                for chunk in range(sizes.num_chunks)
             )
-            update = weighted(scaled, added_to, values)
+            update = weighted_sum(shape.values, chunks, added_to)
             sum_ref[heads] = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1]) + update
 
         for first in range(0, shape.num_kv_heads, batch):
             take_heads(first)
-
-    def weighted(weights, shifts, values):
-        """Return the sum of values by the weights of their runs and shifts, each column's in its lanes."""
-        count, lanes = len(weights) // shape.values.halves, values.shape[-1] // shape.values.halves
-        updates = [
-            weighted_half(
-                weights[half * count : (half + 1) * count],
-                shifts[half * count : (half + 1) * count],
-                values[:, :, half * lanes : (half + 1) * lanes],
-            )
-            for half in range(shape.values.halves)
-        ]
-        return jnp.concatenate(updates, axis=-1)
-
-    def weighted_half(weights, shifts, values):
-        columns, runs = shape.values.columns, shape.values.runs
-        width = block // columns.share
-        places = [(column, run) for column in range(columns.share) for run in range(len(weights))]
-        stacked = [weights[run][:, :, i * width : (i + 1) * width] for i, run in places]
-        parts = products("hrs,hsd->hrd", jnp.concatenate(stacked, axis=1).astype(shape.operand_dtype), values)
-        lane = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.rows, values.shape[-1]), 2)
-
-        def part_of_place(index):
-            """Return the sums of a column by the weights of a run; its shift once: columns are added."""
-            column, run = places[index]
-            part = parts[:, index * sizes.rows : (index + 1) * sizes.rows]
-            return part + shifts[run] if shifts and column == 0 else part
-
-        update = part_of_place(0)
-        for index in range(1, len(places)):
-            column, run = places[index]
-            begin = column * columns.width + (0 if runs is None else run * runs.span)
-            update = jnp.where(lane < begin, update, part_of_place(index))
-        return update
 
     def begin_piece():
         peak_ref[...] = jnp.full(peak_ref.shape, _LOWEST, jnp.float32)
@@ -536,16 +544,6 @@ def _kernel(
         queue.begin()
 
     jax.lax.fori_loop(0, sizes.pieces_per_step, walk_piece, 0)
-
-
-def _of_keys(loaded: float) -> float:
-    """Return the share of copies that have begun when so much of a tile's keys is loaded."""
-    return max(0.0, loaded - 0.5) / 4
-
-
-def _of_values(loaded: float) -> float:
-    """Return the same of its values."""
-    return _BEFORE_VALUES + loaded / 4
 
 
 def _repeated(lanes: Array, count: int) -> Array:

@@ -12,13 +12,21 @@ from kernels_pallas import latent_attention
 from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_tpu
 from kernels_pallas.latent_attention.shapes import MODELS, Shape
 from kernels_pallas.paged_attention import Tiling
+from kernels_pallas.tpu import walk
 
 from ..compare import assert_close, relative_errors
 from ..machines import find_target
 from .models import latent_arguments
 from .stripes import in_stripes
 from .test_latent_attention import SCALE, make_arguments, run
-from .tpu_kernels import FAULTS, encoded_pages, has_races, interpreted, put_fault
+from .tpu_kernels import (
+    FAULTS,
+    assert_nothing_is_as_a_pool,
+    encoded_pages,
+    has_races,
+    interpreted,
+    put_fault,
+)
 
 # Several tiles for the longest row, and several pieces of a chunk.
 TILING = Tiling(block_tokens=128, query_tokens=3)
@@ -151,6 +159,17 @@ def test_the_kernel_compiles_for_tpus_within_their_memories(name: str, codec: st
     mesh = find_target(machine)
     arguments, num_pages = latent_arguments(MODELS[name], codec)
     call = functools.partial(pallas_tpu.latent_attention, num_pages=num_pages, scale=SCALE)
-    memory = jax.jit(call).lower(shapes_on(mesh, arguments)).compile().memory_analysis()
-    assert memory is not None
-    assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+    assert_nothing_is_as_a_pool(jax.jit(call).lower(shapes_on(mesh, arguments)).compile(), arguments.latents)
+
+
+@pytest.mark.tpu_aot
+def test_pools_that_are_not_kept_in_hbm_are_found_in_vmem(monkeypatch):
+    """XLA copies the scales of all pages there before the kernel begins, where there is room."""
+    arguments, num_pages = latent_arguments(MODELS["deepseek_v3_of_8"], "int8")
+    put_fault(
+        (walk, "pltpu.with_memory_space_constraint(array, pltpu.HBM)", "array"), pallas_tpu, monkeypatch
+    )
+    call = functools.partial(pallas_tpu.latent_attention, num_pages=num_pages, scale=SCALE)
+    program = jax.jit(call).lower(shapes_on(find_target("v6e"), arguments)).compile()
+    with pytest.raises(AssertionError, match="VMEM"):
+        assert_nothing_is_as_a_pool(program, arguments.latents)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # its races are private
 from jax.experimental.pallas import tpu as pltpu
+from jax.stages import Compiled
 
 from jkv.cache.codec import Codec
 from jkv.cache.encoding import encode, encode_run, largest_entry
@@ -68,6 +70,16 @@ def _laid_out(array: jax.Array | None) -> jax.Array | None:
     return jnp.asarray(in_rows(rows, 128, fill)).astype(array.dtype)
 
 
+def assert_nothing_is_as_a_pool(program: Compiled, pages: Pages) -> None:
+    """Assert that a compiled call has no temporary like its pools, and none of these is copied to VMEM."""
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+    # On TPUs, memory space 1 of XLA is VMEM.
+    found = re.findall(rf"\w+\[{pages.data.shape[0]},[\d,]*\]\{{[^}}]*S\(1\)\}}", str(program.as_text()))
+    assert not found, f"no pool may be in VMEM, got {sorted(set(found))}"
+
+
 # A module of the walk, what is in its source once, and what is to be there instead.
 Fault = tuple[ModuleType, str, str]
 
@@ -76,7 +88,7 @@ FAULTS: dict[str, Fault] = {
     "a copy into a tile that is in use": (
         queue,
         "self.sizes.num_buffers - 1, fetch",
-        "self.sizes.num_buffers, fetch",
+        "self.sizes.num_buffers + 1, fetch",
     ),
     "a copy into another tile": (
         queue,
