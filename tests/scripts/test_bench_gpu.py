@@ -1,11 +1,14 @@
 """The benchmark of GPU kernels, without a GPU: its order, its time, its arithmetic, and runners that fail."""
 
+import functools
+import pickle
 from typing import Any
 
 import jax
 import pytest
 
-from scripts import bench_gpu, gpu_runners
+from kernels_pallas.paged_attention import Tiling
+from scripts import bench_gpu, gpu_checks, gpu_runners
 from scripts.gpu_cases import BATCHES, CONTEXTS, RUNNERS, Case, Runner, all_cases, goals, table, with_rates
 
 LONG, SHORT = Case("heads_32", 64, 8192, 64, "bf16"), Case("heads_32", 1, 1024, 64, "bf16")
@@ -160,6 +163,22 @@ def test_wrong_words_are_refused(words: list[str], message: str, capsys):
     with pytest.raises(SystemExit):
         bench_gpu.main(words)
     assert message in capsys.readouterr().err
+
+
+def test_checks_are_of_every_codec_and_can_be_sent_to_processes():
+    heads, latents = gpu_checks.CHECKED, gpu_checks.CHECKED_LATENTS
+    calls = gpu_checks.checks(heads, latents, "", Tiling())
+    named = len(heads) * len(gpu_checks.CODECS), len(latents) * len(gpu_checks.LATENT_CODECS)
+    assert len(pickle.loads(pickle.dumps(calls))) == sum(named)
+    (call,) = gpu_checks.checks(heads, latents, "prefill_256_int8", Tiling())
+    assert "int8" in str(call)
+
+
+def test_processes_that_share_the_checks_give_their_lines(monkeypatch):
+    """In order, but of calls that no kernel takes."""
+    calls = [functools.partial(min, [count]) for count in (3, 1, 2)] + [functools.partial(dict().get, 0)]
+    monkeypatch.setattr(gpu_checks, "checks", lambda *_: calls)
+    assert list(gpu_checks.named_checks("", is_interpreted=False)) == [3, 1, 2]
 
 
 def test_without_a_gpu_nothing_is_timed(tmp_path):
