@@ -162,7 +162,10 @@ def main() -> None:
     if not (options.cuda / "bin" / "nvdisasm").exists():
         parser.error(f"there is no bin/nvdisasm in {options.cuda}")
     os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(options.cuda.resolve()), "MOSAIC_GPU_DUMP_SASS": "1"}
-    mesh = target("h200")
+    try:
+        mesh = target("h200")
+    except ModuleNotFoundError as error:
+        parser.error(str(error))
     columns = ["codec", "head", "page", "queries", "registers", "shared KB", "instructions", *CLASSES]
     print("| " + " | ".join([*columns, *(f"{bound} clocks" for bound in BOUNDS), "bound by"]) + " |")
     print("|" + "---|" * (len(columns) + len(BOUNDS) + 1))

@@ -7,6 +7,7 @@ slots, for bfloat16 heads, and counts the pool's arrays, the kernels that scatte
 the largest, and the other kernels, which encode. A pool that is not written in place is an error.
 """
 
+import argparse
 import math
 import re
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jkv import ops
 from jkv.cache.batch import TokenBatch
@@ -49,11 +51,11 @@ def make_arguments(codec: str, num_seqs: int, time: int) -> list[Any]:
     return [begun, batch, jax.ShapeDtypeStruct((), jnp.int32), heads, heads]
 
 
-def kernels_of(arguments: list[Any], folder: Path) -> list[tuple[str, int]]:
+def kernels_of(mesh: Mesh, arguments: list[Any], folder: Path) -> list[tuple[str, int]]:
     """Compile a write for an H200 and return its kernels by name, with their threads."""
     compiler_options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     jitted = jax.jit(write, donate_argnums=0, compiler_options=compiler_options)
-    program = jitted.lower(*shapes_on(target("h200"), arguments)).compile()
+    program = jitted.lower(*shapes_on(mesh, arguments)).compile()
     memory: Any = program.memory_analysis()
     pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[0].pools))
     if memory.alias_size_in_bytes < pools:
@@ -65,12 +67,20 @@ def kernels_of(arguments: list[Any], folder: Path) -> list[tuple[str, int]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    try:
+        mesh = target("h200")
+    except ModuleNotFoundError as error:
+        parser.error(str(error))
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for codec in ("bf16", "int8", "fp8_e4m3", "int8_static", "int4_token", "int4"):
         for call, (num_seqs, time) in CALLS.items():
             arguments = make_arguments(codec, num_seqs, time)
             with tempfile.TemporaryDirectory() as folder:
-                kernels = kernels_of(arguments, Path(folder))
+                kernels = kernels_of(mesh, arguments, Path(folder))
             scatters = [threads for name, threads in kernels if "scatter" in name]
             pool = arguments[0].pools[0]
             arrays = jax.tree.leaves((pool.keys, pool.values, pool.recent))
