@@ -20,7 +20,7 @@ def main(name: str, prompt: str, *overrides: str) -> None:
     stream = TextStream(
         make_decoding(config, model, stop_ids=end_ids(model, tokenizer)),
         tokenizer,
-        [tokenizer.encode(prompt) if tokenizer else [int(token) for token in prompt.split(",")]],
+        [tokenizer.encode(prompt) if tokenizer else token_ids(prompt)],
         max_new_tokens=config.engine.sampling.max_new_tokens,
         sampling=make_sampling(config),
         seed=config.engine.seed,
@@ -28,6 +28,13 @@ def main(name: str, prompt: str, *overrides: str) -> None:
     for step in stream:
         print(step.pieces[0], end="", flush=True)
     print("" if tokenizer else ",".join(map(str, stream.generations()[0].tokens)))
+
+
+def token_ids(prompt: str) -> list[int]:
+    words = [word.strip() for word in prompt.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise ValueError(f"without a tokenizer a prompt must be token ids, as 1,2,3, got {prompt!r}")
+    return [int(word) for word in words]
 
 
 if __name__ == "__main__":

@@ -41,3 +41,11 @@ def test_a_mistake_is_told_in_one_sentence(run_script, capsys, talking_tiny, arg
     assert caught.value.code == 2
     printed = capsys.readouterr()
     assert (printed.out, message in printed.err) == ("", True)
+
+
+@pytest.mark.parametrize("prompt", ["", "abc", "1,,2", "1_0", "-1"])
+def test_a_prompt_without_a_tokenizer_is_token_ids(prompt: str):
+    token_ids = runpy.run_path(str(SCRIPT))["token_ids"]
+    assert token_ids("1, 2,3") == [1, 2, 3]
+    with pytest.raises(ValueError, match="must be token ids, as 1,2,3, got"):
+        token_ids(prompt)
