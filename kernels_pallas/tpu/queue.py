@@ -29,27 +29,26 @@ _PIECE, _TILE, _FILL, _DRAIN, _PART, _SLOT = range(CURSOR)
 
 @dataclasses.dataclass
 class Starts:
-    """The copies of a tile, which begin one by one while another is attended to.
+    """The copies of a tile, which begin page by page while another is attended to.
 
     The compiler keeps loads of tiles and copies into them in the order of the program: neither may come in a
     heap. Copies take scalar slots alone, some four cycles each, and cost nothing beside a vector's work, of
     which there is most while weights become known and values are loaded.
 
     Attributes:
-        steps: begins one with each step, and ends with what is to be done about pages that are none.
-        count: of copies.
-        num_begun: of them.
+        steps: begins those of a page with each step, and ends with what is to be done about pages that are
+            none.
+        num_pages: whose copies have begun.
     """
 
     steps: Iterator[Any]
-    count: int
-    num_begun: int = 0
+    num_pages: int = 0
 
-    def reach(self, share: float) -> None:
-        """Begin copies until so many of all have."""
-        while self.num_begun < int(share * self.count):
+    def reach(self, num_pages: int) -> None:
+        """Begin copies until those of so many pages have."""
+        while self.num_pages < num_pages:
             next(self.steps)
-            self.num_begun += 1
+            self.num_pages += 1
 
     def end(self) -> tuple[Any, Callable[[], None]]:
         """Begin the rest; return whether the tile has pages that are none, and what leaves them out."""
@@ -130,10 +129,10 @@ class Queue:
 
     def fetch(self) -> Starts:
         """Return the copies of the tile at the cursor, of nothing past the last; they move the cursor on."""
-        return Starts(self._steps(), self.sizes.block_pages * len(self._pairs(0, 0)))
+        return Starts(self._steps())
 
     def _steps(self) -> Iterator[Any]:
-        """Begin a copy with each step, without a branch: see `Starts`."""
+        """Begin the copies of a page with each step, without a branch: see `Starts`."""
         sizes, max_pages = self.sizes, self.sizes.shape.max_pages
         piece, tile, buffer = (self.cursor[i] for i in (_PIECE, _TILE, _FILL))
         # Past the last piece its row is read, of which nothing is seen.
@@ -157,7 +156,7 @@ class Queue:
             for array, tile_ref, semaphore in self._pairs(buffer, place):
                 pages = array.at[pl.ds(self.offset[0], sizes.num_pages)]
                 pl.when(is_started)(pltpu.make_async_copy(pages.at[index], tile_ref, semaphore).start)
-                yield
+            yield
 
         self.holes[buffer] = 0
         self.copies[buffer] = end - begin

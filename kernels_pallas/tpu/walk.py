@@ -318,7 +318,7 @@ def _kernel(
         for page in range(begin, end):
             loaded.append(tiles[index].data[buffer, heads, pl.ds(page, 1)])
             if starts is not None:
-                starts.reach((page + 1) / block_pages)
+                starts.reach(page + 1)
         entries = jnp.concatenate(loaded, axis=1)
         if part.entry == "int4":
             halves = nibbles(entries, part, is_paired=shape.is_paired)
