@@ -146,13 +146,13 @@ def query_of(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part
     padding = ((0, 0), (0, 0), (0, 0), (0, part.place_lanes - rows.shape[-1] // part.halves))
     halves = [jnp.pad(half, padding) for half in jnp.split(rows, part.halves, axis=-1)]
     rows = jnp.concatenate([half for half in halves for _ in range(part.columns.share)], axis=-1)
-    return _in_integers(rows) if sizes.has_int8_product(part) else Query(rows)
+    return in_integers(rows) if sizes.has_int8_product(part) else Query(rows)
 
 
-def _in_integers(rows: Float[Array, "piece kv_head row lane"]) -> Query:
+def in_integers(rows: Float[Array, "piece kv_head row lane"]) -> Query:
     """Return queries as integers of 24 bits, digit by digit.
 
-    The unit is a power of two: bfloat16 entries that are not below 2**-15 of the largest stay what they are.
+    The unit is a power of two: bfloat16 entries that are not below 2**-14 of the largest stay what they are.
     Where one is not finite, so are no logits.
     """
     wide = rows.astype(jnp.float32)

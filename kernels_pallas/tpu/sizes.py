@@ -60,7 +60,7 @@ class Shape:
     num_keys: int
     value: int
     query_dtype: Any
-    multiplies_int8: bool = True
+    multiplies_int8: bool
 
     @property
     def keys(self) -> tuple[Part, ...]:
