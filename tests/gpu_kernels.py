@@ -126,6 +126,28 @@ def compile_paged(
     return _compile(call, jax.eval_shape(make), mesh, folder)
 
 
+def compile_large(
+    mesh: Mesh,
+    codec: str,
+    head_dim: int,
+    page_size: int,
+    time: int,
+    group: int,
+    window: int | None,
+    soft_cap: float | None,
+    folder: Path,
+) -> dict[str, Report]:
+    """Compile over a pool of page ids above 65,536 and 2^31 entries or more; with a cap, with sinks too."""
+    has_sinks = soft_cap is not None
+    shape = Shape(
+        8 * group, 8, head_dim, page_size, time, window=window, soft_cap=soft_cap, has_sinks=has_sinks
+    )
+    num_pages = max(2**16, 2**31 // (2 * 8 * page_size * head_dim)) + 1
+    sinks = jnp.zeros(shape.num_heads) if has_sinks else None
+    options = {"scale": head_dim**-0.5, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    return compile_paged(mesh, shape, codec, num_pages=num_pages, folder=folder, **options)
+
+
 def compile_latent(
     mesh: Mesh,
     shape: LatentShape,

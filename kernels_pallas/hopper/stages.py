@@ -136,6 +136,19 @@ def load_scales(stage_ref: Any, is_live: jax.Array, layout: Any) -> jax.Array:
     return jnp.maximum(jnp.where(is_live, scales, 1.0), _LEAST_SCALE)
 
 
+def numbers_of(form: Form, blocks: Stages, stage: Any) -> Any:
+    """Return the block in use as numbers that tensor cores take, which `write_numbers` has written."""
+    return blocks.numbers if form.is_converted else blocks.data.at[stage]
+
+
+def write_numbers(form: Form, blocks: Stages, stage: jax.Array, *, is_interpreted: bool) -> None:
+    """Write a block as numbers that tensor cores take, times the form's unit, where it is not."""
+    if form.has_runs:
+        convert_runs(form, blocks, stage, is_interpreted=is_interpreted)
+    elif form.is_converted:
+        convert(form, blocks.data.at[stage], blocks.numbers, is_interpreted=is_interpreted)
+
+
 def convert(form: Form, data_ref: Any, numbers_ref: Any, *, is_interpreted: bool) -> None:
     """Write a block's entries as numbers that tensor cores take, times the form's unit."""
     for channels in _cut(data_ref.shape[-1]):

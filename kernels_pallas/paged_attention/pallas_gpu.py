@@ -58,12 +58,12 @@ from kernels_pallas.hopper.splits import Cut, Splits
 from kernels_pallas.hopper.stages import (
     Pool,
     Stages,
-    convert,
-    convert_runs,
     copy_piece,
     load_scales,
+    numbers_of,
     pool_of,
     stages,
+    write_numbers,
     zero_dead,
 )
 from kernels_pallas.paged_attention import pallas_gpu_prefill as prefill
@@ -393,7 +393,8 @@ def _attend_kernel(
             positions = sizes.walk.live_positions(slots_of_block(BLOCK_TOKENS, OF_ROWS), *held)
 
             plgpu.barrier_wait(keys.barriers.at[stage])
-            keys_ref = _numbers(keys, sizes.keys, stage, sizes)
+            write_numbers(sizes.keys, keys, stage, is_interpreted=sizes.is_interpreted)
+            keys_ref = numbers_of(sizes.keys, keys, stage)
             if sizes.keys.is_converted:
                 plgpu.commit_smem()
             logits = product((keys_ref, query_ref.transpose((1, 0))))
@@ -420,7 +421,8 @@ def _attend_kernel(
             total = total * tall(keep, BLOCK_TOKENS) + unscaled
 
             weights_ref.transpose((1, 0))[...] = scaled.astype(weights_ref.dtype)
-            numbers_ref = _numbers(values, sizes.values, stage, sizes)
+            write_numbers(sizes.values, values, stage, is_interpreted=sizes.is_interpreted)
+            numbers_ref = numbers_of(sizes.values, values, stage)
 
             @pl.when(jnp.logical_not(sizes.walk.is_whole(*held)))
             def _zero_the_dead() -> None:
@@ -465,17 +467,6 @@ def _attend_kernel(
     num_units = counts_ref[0] * sizes.num_parts
     own, _ = divide(num_units - program + sizes.num_programs - 1, sizes.num_programs)
     lax.fori_loop(0, own, attend_unit, None)
-
-
-def _numbers(blocks: Stages, form: Form, stage: jax.Array, sizes: _Sizes) -> Any:
-    """Return the block in use as numbers that tensor cores take, in shared memory."""
-    if not form.is_converted:
-        return blocks.data.at[stage]
-    if form.has_runs:
-        convert_runs(form, blocks, stage, is_interpreted=sizes.is_interpreted)
-        return blocks.numbers
-    convert(form, blocks.data.at[stage], blocks.numbers, is_interpreted=sizes.is_interpreted)
-    return blocks.numbers
 
 
 def _scaled(

@@ -43,13 +43,13 @@ from kernels_pallas.hopper.forms import Form, form_of
 from kernels_pallas.hopper.stages import (
     Pool,
     Stages,
-    convert,
-    convert_runs,
     copy_piece,
     load_scales,
+    numbers_of,
     pool_of,
     stages,
     stored_bytes,
+    write_numbers,
     zero_dead,
 )
 from kernels_pallas.paged_attention.contract import PagedArguments, Stripe, Tiling
@@ -314,10 +314,8 @@ def _attend_kernel(
         held = block, ahead[0], first_seen, end, stripe
         is_whole = walk.is_whole(*held)
 
-        of_keys, of_values = (
-            blocks.numbers if form.is_converted else blocks.data.at[stage]
-            for blocks, form in ((keys, sizes.keys), (values, sizes.values))
-        )
+        of_keys = numbers_of(sizes.keys, keys, stage)
+        of_values = numbers_of(sizes.values, values, stage)
 
         def positions(layout: Any) -> jax.Array:
             return walk.live_positions(slots_of_block(BLOCK_TOKENS, layout), *held)
@@ -337,10 +335,8 @@ def _attend_kernel(
         plgpu.barrier_wait(keys.barriers.at[stage])
         if sizes.is_converted:
             plgpu.barrier_wait(values.barriers.at[stage])
-            apart(
-                functools.partial(write_numbers, sizes.keys, keys, stage),
-                functools.partial(write_numbers, sizes.values, values, stage),
-            )
+            write = functools.partial(write_numbers, stage=stage, is_interpreted=sizes.is_interpreted)
+            apart(functools.partial(write, sizes.keys, keys), functools.partial(write, sizes.values, values))
             zero_the_dead()
             plgpu.commit_smem()
             tell()
@@ -401,13 +397,6 @@ def _attend_kernel(
         # The entries of the block after this one are on their way while it is attended.
         later = read_table(block - lag + num_stages + 1)
         return (*ahead[1:], walk.named(entries)), later, new_peak, total, sums
-
-    def write_numbers(form: Form, blocks: Stages, stage: jax.Array) -> None:
-        """Write a block as numbers that tensor cores take, where it is not."""
-        if form.has_runs:
-            convert_runs(form, blocks, stage, is_interpreted=sizes.is_interpreted)
-        elif form.is_converted:
-            convert(form, blocks.data.at[stage], blocks.numbers, is_interpreted=sizes.is_interpreted)
 
     carry = (
         tuple(ahead[: num_stages - lag]),

@@ -27,7 +27,7 @@ from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Til
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
-from ..gpu_kernels import compile_paged, interpret
+from ..gpu_kernels import compile_large, compile_paged, interpret
 from ..loops import LARGE, LAYOUTS, SMALL, loop
 from ..loops import make_arguments as make_loop_arguments
 from ..machines import find_target
@@ -336,7 +336,7 @@ RUN_FAULTS: dict[str, Fault] = {
 def test_a_fault_among_the_runs_is_found(fault: str, monkeypatch):
     where, faulty = RUN_FAULTS[fault][0], with_fault(RUN_FAULTS[fault])
     if where is stages:
-        monkeypatch.setattr(pallas_gpu, "convert_runs", faulty.convert_runs)
+        monkeypatch.setattr(pallas_gpu, "write_numbers", faulty.write_numbers)
     elif where is accumulators:
         monkeypatch.setattr(stages, "load_of_runs", faulty.load_of_runs)
     shape = Shape(8, 1, 64, page_size=64, time=2, totals=(0, 3, 100))
@@ -483,20 +483,8 @@ def test_kernels_for_hopper_spill_nothing_and_fit(
     tmp_path: Path,
 ):
     """Page ids above 65,536, and 2^31 entries a pool and more."""
-    shape = Shape(
-        8 * group,
-        8,
-        head_dim,
-        page_size,
-        time,
-        window=window,
-        soft_cap=soft_cap,
-        has_sinks=soft_cap is not None,
-    )
-    num_pages = max(2**16, 2**31 // (2 * 8 * page_size * head_dim)) + 1
-    reports = compile_paged(
-        find_target(machine), shape, codec, num_pages=num_pages, folder=tmp_path, **make_options(shape)
-    )
+    sizes = head_dim, page_size, time, group
+    reports = compile_large(find_target(machine), codec, *sizes, window, soft_cap, tmp_path)
     assert len(reports) == 2
     for name, report in reports.items():
         print(name, report[:3])

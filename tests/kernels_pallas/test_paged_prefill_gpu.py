@@ -14,7 +14,7 @@ from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling, pallas
 from kernels_pallas.paged_attention.shapes import Shape
 
 from ..compare import assert_close, relative_errors
-from ..gpu_kernels import compile_paged, interpret
+from ..gpu_kernels import compile_large, compile_paged, interpret
 from ..machines import find_target
 from .stripes import in_stripes
 from .test_paged_attention import (
@@ -367,13 +367,8 @@ def test_the_kernel_of_long_steps_spills_nothing_and_fits(
     tmp_path: Path,
 ):
     """Page ids above 65,536, and 2^31 entries a pool and more."""
-    has_sinks = soft_cap is not None
-    shape = Shape(
-        8 * group, 8, head_dim, page_size, time, window=window, soft_cap=soft_cap, has_sinks=has_sinks
-    )
-    num_pages = max(2**16, 2**31 // (2 * 8 * page_size * head_dim)) + 1
-    options = {**make_options(shape), "num_pages": num_pages, "folder": tmp_path}
-    ((name, report),) = compile_paged(find_target(machine), shape, codec, **options).items()
+    sizes = head_dim, page_size, time, group
+    ((name, report),) = compile_large(find_target(machine), codec, *sizes, window, soft_cap, tmp_path).items()
     print(name, report[:3])
     assert "jkv_paged_prefill" in name
     assert report.spilled_bytes == 0
