@@ -26,6 +26,7 @@ from kernels_pallas.hopper.blocks import BLOCK_TOKENS
 from kernels_pallas.hopper.splits import PIECE_TOKENS
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention.shapes import Shape
+from scripts.compilers import check_compilers
 from tests.gpu_kernels import Report, compile_latent, compile_paged
 
 # NVIDIA's data sheet of the H200: 4.8 TB/s and 132 multiprocessors; their clock, 1.98 GHz at most.
@@ -162,10 +163,8 @@ def main() -> None:
     if not (options.cuda / "bin" / "nvdisasm").exists():
         parser.error(f"there is no bin/nvdisasm in {options.cuda}")
     os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(options.cuda.resolve()), "MOSAIC_GPU_DUMP_SASS": "1"}
-    try:
-        mesh = target("h200")
-    except ModuleNotFoundError as error:
-        parser.error(str(error))
+    check_compilers(parser, ["h200"])
+    mesh = target("h200")
     columns = ["codec", "head", "page", "queries", "registers", "shared KB", "instructions", *CLASSES]
     print("| " + " | ".join([*columns, *(f"{bound} clocks" for bound in BOUNDS), "bound by"]) + " |")
     print("|" + "---|" * (len(columns) + len(BOUNDS) + 1))

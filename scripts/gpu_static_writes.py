@@ -24,6 +24,7 @@ from jkv.cache.cache import Cache
 from jkv.cache.codec import CODECS
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.targets import shapes_on, target
+from scripts.compilers import check_compilers
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 2, 8, 128, 64
 # Sequences, and new tokens of each.
@@ -71,10 +72,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args()
-    try:
-        mesh = target("h200")
-    except ModuleNotFoundError as error:
-        parser.error(str(error))
+    check_compilers(parser, ["h200"])
+    mesh = target("h200")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for codec in ("bf16", "int8", "fp8_e4m3", "int8_static", "int4_token", "int4"):
         for call, (num_seqs, time) in CALLS.items():

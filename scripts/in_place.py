@@ -12,6 +12,7 @@ import jax
 
 from jkv.in_place import added_temporaries, made_anew
 from jkv.targets import TARGETS, shapes_on, target
+from scripts.compilers import check_compilers
 from tests.loops import CODECS, LAYOUTS, loop, make_arguments
 
 # Bytes of the two caches: copies of larger ones would not fit a v5e.
@@ -40,6 +41,7 @@ def main() -> None:
     machines, layouts = arguments.machines.split(","), arguments.layouts.split(",")
     sizes = {"page_size": arguments.page_size, "head_dim": arguments.head_dim}
     columns = [(machine, layout) for machine in machines for layout in layouts]
+    check_compilers(parser, machines)
     print("| codec | " + " | ".join(" ".join(column) for column in columns) + " |")
     print("|" + "---|" * (1 + len(columns)))
     for codec in arguments.codecs.split(","):

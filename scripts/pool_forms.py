@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jkv.in_place import added_temporaries
 from jkv.targets import shapes_on, target
 from kernels_pallas.page_write.xla import write_pages
+from scripts.compilers import check_compilers
 
 NUM_SEQS, NUM_HEADS, LANES = 4, 8, 128
 # Bytes of the two pools: both past what a TPU keeps in its vector memory.
@@ -93,6 +94,7 @@ def main() -> None:
     )
     parser.add_argument("--machines", default="v5e,v6e,h200", help="names with commas")
     machines = parser.parse_args().machines.split(",")
+    check_compilers(parser, machines)
     print("| array | stored as | " + " | ".join(machines) + " |")
     print("|" + "---|" * (2 + len(machines)))
     for array in ARRAYS:

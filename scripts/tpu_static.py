@@ -23,6 +23,7 @@ from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.paged_attention.shapes import MODELS
 from scripts import jax_kernels
 from scripts.attention_steps import DECODES, Step, checked, checked_codecs, step_of
+from scripts.compilers import check_compilers
 
 # Bytes a second of HBM, from jax's own table of TPUs, and cycles a second: v5e's follow from its 197 TFLOP/s
 # on four units of 128 x 128; v6e's are not published, and a lower clock than the true one is the stricter.
@@ -148,11 +149,12 @@ def main() -> None:
     codecs = checked_codecs(options.codecs)
     peers = checked("peers", options.peers, PEERS) if options.peers else []
     names = [*codecs, *(f"jax {peer}, {codec}" for peer in peers for codec in codecs)]
-    print("| model | machine | tokens | " + " | ".join(names) + " |")
-    print("|" + "---|" * (3 + len(names)))
     models = checked("models", options.models, DECODES)
     machines = checked("machines", options.machines, MACHINES)
     with dumps() as folder:
+        check_compilers(parser, machines)
+        print("| model | machine | tokens | " + " | ".join(names) + " |")
+        print("|" + "---|" * (3 + len(names)))
         for model in models:
             for machine in machines:
                 steps = [step_of(model, codec) for codec in codecs]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jkv.targets import shapes_on, target
 from kernels_pallas.page_write import pallas_tpu, xla
+from scripts.compilers import check_compilers
 from scripts.tpu_static import bundles_of, compiled_bundles
 
 # Sequences, new tokens of each, KV heads, lanes of a head, slots of a page.
@@ -82,11 +83,12 @@ def main() -> None:
     )
     parser.add_argument("--machine", default="v6e")
     machine = parser.parse_args().machine
-    print("| call | of | a window | an entry | a turn of the scatter | turns |")
-    print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        check_compilers(parser, [machine])
+        print("| call | of | a window | an entry | a turn of the scatter | turns |")
+        print("|---|---|---|---|---|---|")
         for call, sizes in CALLS.items():
             for dtype in (jnp.bfloat16, jnp.int8):
                 window, entry = kernel_cycles(sizes, dtype, machine, folder)

@@ -24,6 +24,7 @@ from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.tpu import sizes, tuned
 from scripts.attention_steps import ALL_MODELS, DECODES, Step, checked, checked_codecs, filled, step_of
 from scripts.bench_kernel import step_microseconds
+from scripts.compilers import check_compilers
 from scripts.tpu_static import MACHINES, dumps, own_share
 
 # What a candidate has to take less of: what is nearer to 1 may be noise.
@@ -91,8 +92,10 @@ def main() -> None:
         chip = options.static
     elif (chip := tuned.chip_here()) is None:
         raise SystemExit(f"a TPU is needed, or --static with one of {', '.join(MACHINES)}")
-    compiler = f"libtpu {version('libtpu')}"
     with dumps() as folder:
+        if options.static:
+            check_compilers(parser, [chip])
+        compiler = f"libtpu {version('libtpu')}"
         for model, codec in itertools.product(models, codecs):
             print(f"{model}, {codec}", flush=True)
             step = step_of(model, codec)
