@@ -2,17 +2,22 @@
 
     JAX_PLATFORMS=cpu PYTHONPATH=. python scripts/gpu_static_writes.py
 
-Needs the compilers of jkv[aot]. Compiles `jkv.ops.append` of one layer, 8 KV heads of 128 and pages of 64
-slots, for bfloat16 heads, and counts the pool's arrays, the kernels that scatter into them, the threads of
-the largest, and the other kernels, which encode. A pool that is not written in place is an error.
+Needs the compilers of jkv[aot]. Compiles a layer's write of what a bfloat16 projection gives, 8 KV heads of
+128 and pages of 64 slots: keys are rotated by position, heads encoded, and `jkv.ops.append` scatters them.
+Counts the pool's arrays, the kernels that scatter into them, the threads of the largest, and all kernels.
+Then it compiles the same with encoded rows in arrays of their own, as a kernel that is no part of XLA would
+be given them, and counts one kernel for all scatters. A pool that is not written in place is an error.
 """
 
 import argparse
+import contextlib
 import math
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +28,33 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
 from jkv.cache.codec import CODECS
 from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.layers.rope import Rotation, rotate
 from jkv.targets import shapes_on, target
+from kernels_pallas import page_write
 from scripts.compilers import check_compilers
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 2, 8, 128, 64
 # Sequences, and new tokens of each.
 CALLS = {"64 decodes": (64, 1), "chunk of 512": (1, 512)}
 PAGES_PER_SEQ = 32
-COLUMNS = ["codec", "call", "arrays", "kernels that scatter", "threads at most", "other kernels"]
+COLUMNS = ["codec", "call", "arrays", "that scatter", "threads at most", "kernels", "of rows that are there"]
 
 
-def write(cache: Cache, batch: TokenBatch, layer: Any, key: Any, value: Any) -> Cache:
-    return ops.append(cache, (0, layer), batch, key, value)
+def write(cache: Cache, batch: TokenBatch, layer: Any, rotation: Rotation, heads: jax.Array) -> Cache:
+    key, value = jnp.split(heads, 2, axis=2)
+    return ops.append(cache, (0, layer), batch, rotate(key, *rotation), value)
+
+
+@contextlib.contextmanager
+def rows_that_are_there() -> Iterator[None]:
+    """Let scatters take rows from arrays, and make none of them."""
+    scatter = page_write.xla
+
+    def write_given(pool: Any, rows: Any, *where: Any, **place: Any) -> Any:
+        return scatter(pool, jax.lax.optimization_barrier(rows.astype(pool.dtype)), *where, **place)
+
+    with mock.patch.object(page_write, "xla", write_given):
+        yield
 
 
 def make_arguments(codec: str, num_seqs: int, time: int) -> list[Any]:
@@ -48,21 +68,25 @@ def make_arguments(codec: str, num_seqs: int, time: int) -> list[Any]:
     )
     lens = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
     begun, batch = jax.eval_shape(lambda cache, lens: cache.begin(lens, time=time), cache, lens)
-    heads = jax.ShapeDtypeStruct((num_seqs, time, NUM_HEADS, HEAD_DIM), jnp.bfloat16)
-    return [begun, batch, jax.ShapeDtypeStruct((), jnp.int32), heads, heads]
+    heads = jax.ShapeDtypeStruct((num_seqs, time, 2 * NUM_HEADS, HEAD_DIM), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((num_seqs, time, HEAD_DIM // 2), jnp.float32)
+    return [begun, batch, jax.ShapeDtypeStruct((), jnp.int32), (angles, angles), heads]
 
 
-def kernels_of(mesh: Mesh, arguments: list[Any], folder: Path) -> list[tuple[str, int]]:
+def kernels_of(mesh: Mesh, arguments: list[Any]) -> list[tuple[str, int]]:
     """Compile a write for an H200 and return its kernels by name, with their threads."""
-    compiler_options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    jitted = jax.jit(write, donate_argnums=0, compiler_options=compiler_options)
-    program = jitted.lower(*shapes_on(mesh, arguments)).compile()
+    with tempfile.TemporaryDirectory() as folder:
+        compiler_options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        # Traced anew, whatever scatters.
+        jitted = jax.jit(lambda *given: write(*given), donate_argnums=0, compiler_options=compiler_options)
+        program = jitted.lower(*shapes_on(mesh, arguments)).compile()
+        (listing,) = Path(folder).glob("*thunk_sequence.txt")
+        said = listing.read_text()
     memory: Any = program.memory_analysis()
     pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[0].pools))
     if memory.alias_size_in_bytes < pools:
         raise RuntimeError(f"{pools:,} bytes are to be written in place, got {memory.alias_size_in_bytes:,}")
-    (listing,) = folder.glob("*thunk_sequence.txt")
-    lines = re.findall(r"^\d+: .*?\] (\S+)(.*)", listing.read_text(), re.MULTILINE)
+    lines = re.findall(r"^\d+: .*?\] (\S+)(.*)", said, re.MULTILINE)
     # After a kernel's name: `grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes`.
     return [(name, math.prod(map(int, re.findall(r"(\d+)[],]", sizes)))) for name, sizes in lines]
 
@@ -78,12 +102,13 @@ def main() -> None:
     for codec in ("bf16", "int8", "fp8_e4m3", "int8_static", "int4_token", "int4"):
         for call, (num_seqs, time) in CALLS.items():
             arguments = make_arguments(codec, num_seqs, time)
-            with tempfile.TemporaryDirectory() as folder:
-                kernels = kernels_of(mesh, arguments, Path(folder))
+            kernels = kernels_of(mesh, arguments)
+            with rows_that_are_there():
+                others = [name for name, _ in kernels_of(mesh, arguments) if "scatter" not in name]
             scatters = [threads for name, threads in kernels if "scatter" in name]
             pool = arguments[0].pools[0]
             arrays = jax.tree.leaves((pool.keys, pool.values, pool.recent))
-            cells = [codec, call, len(arrays), len(scatters), max(scatters), len(kernels) - len(scatters)]
+            cells = [codec, call, len(arrays), len(scatters), max(scatters), len(kernels), len(others) + 1]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 

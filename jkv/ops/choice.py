@@ -70,7 +70,8 @@ def choose(
 def choose_writer(implementation: Implementation, device: Any = None) -> Callable[..., Any]:
     """Return the page write beside an implementation of attention, to be called as `page_write.xla`.
 
-    TPUs have a kernel; on GPUs the scatter is one. What it refuses `auto` leaves to `xla`, and logs why.
+    TPUs have a kernel; on GPUs the scatter is one, which XLA makes with what it writes. What a kernel refuses
+    `auto` leaves to `xla`, and logs why.
 
     Args:
         implementation: of attention.
