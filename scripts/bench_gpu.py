@@ -3,7 +3,9 @@
     PYTHONPATH=. python scripts/bench_gpu.py [--out gpu.jsonl] [--only heads_32_64_8192] [--interpret]
 
 First every shape of `kernels_pallas.paged_attention.shapes` and of `scripts.gpu_checks` that a kernel takes
-is compared with its float32 definition, in every codec; a wrong kernel ends the run. Then a copy's bandwidth
+is compared with its float32 definition, in every codec; a wrong kernel ends the run, and a codec of heads or
+latents of which no check has ended is not timed. `--only` asks for what has it in its name, and for the
+checks of the heads and codecs that it times. Then a copy's bandwidth
 and a large product's rate are measured. Then decode steps of Llama 3's and DeepSeek-V3's heads are timed,
 those first that say most. Each runner is a process of its own (`scripts.gpu_runners`), has its part of the
 time that is left, and may fail as it likes: what it did not run, and why, is in its lines. JSON lines go to
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.gpu_cases import RUNNERS, Case, Runner, all_cases, goals, table, with_rates
+from scripts.gpu_cases import RUNNERS, Case, Runner, all_cases, goals, is_checked, table, with_rates
 
 MODULE = ("-m", "scripts.gpu_runners")
 # Of the checks, so that some time is left for what is timed.
@@ -153,20 +155,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(line)
     if checked.failure is not None:
         say({"checks": checked.failure})
-    elif not checked.lines:
-        say({"checks": f"none: no call that a kernel takes has {options.only!r} in its name"})
     if not all(line["passed"] for line in checked.lines):
         sys.exit("the kernel is wrong: nothing is timed")
     if checked.failure is not None and not checked.is_late:
         sys.exit(f"the checks did not end: {checked.failure}")
+    if not checked.lines:
+        sys.exit(
+            f"nothing was checked, so nothing is timed: no call of a kernel has {options.only!r} in its name"
+        )
     if options.interpret:
+        return
+    asked = {name: case for name, case in all_cases().items() if options.only in name}
+    cases = {name: case for name, case in asked.items() if is_checked(case, checked.lines)}
+    if unchecked := sorted(asked.keys() - cases.keys()):
+        say({"not timed": unchecked, "error": "no check of it has ended"})
+    if not cases:
         return
     measured = run([*MODULE, "FILE", "roofs"], left())
     if not measured.lines:
         sys.exit(f"the roofs could not be measured: {measured.failure}")
     (roofs,) = measured.lines
     say(roofs)
-    cases = {name: case for name, case in all_cases().items() if options.only in name}
     for line in time_all(RUNNERS, cases, left()):
         say(with_rates(line, roofs))
     print(table(lines))

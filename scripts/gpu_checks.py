@@ -1,16 +1,17 @@
 """Compares the GPU kernels of attention with their definitions, on the device that is here.
 
 A line for each shape and codec that a kernel takes: `error` is the relative error of the worst row, `allowed`
-twice that of the definition over the same pool with queries and outputs in bfloat16.
+twice that of the definition over the same pool with queries and outputs in bfloat16. Some are made again over
+a stripe of the pages, and with the pages at the end of a pool of more than 2^31 entries.
 """
 
 import dataclasses
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,14 @@ from jkv.cache.runs import num_runs
 from kernels_pallas import latent_attention
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
-from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling, pallas_gpu, reference
+from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe, Tiling, pallas_gpu, reference
 from kernels_pallas.paged_attention.reference import heads_of
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
-from scripts.gpu_cases import LATENT_DIM, ROPE_DIM
+from scripts.gpu_cases import HEAD_DIM, LATENT_DIM, ROPE_DIM, Case, all_cases
 
 CODECS = ("bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int4_token", "int4")
+# Of some shapes: float16, and scales of heads.
+MORE_CODECS = ("f16", "int8_static", "fp8_e4m3_static", "fp8_e5m2_static")
 CHECKED = {
     "page_128": Shape(8, 2, 128, page_size=128, time=16, totals=(16, 2000, 0, 4097)),
     "head_96": Shape(8, 2, 96, page_size=16, time=4, totals=(4, 700, 5000), has_sinks=True),
@@ -44,19 +47,51 @@ CHECKED_LATENTS = {
     "latent_16_heads": Shape(16, 1, LATENT_DIM, page_size=16, time=4, totals=(4, 700, 0, 5000), window=1024),
     "latent_prefill": Shape(16, 1, LATENT_DIM, page_size=64, time=100, totals=(100, 3000, 0)),
 }
-LATENT_CODECS = ("bf16", "int8", "fp8_e4m3", "int4_token")
+LATENT_CODECS = ("bf16", "f16", "int8", "fp8_e4m3", "fp8_e5m2", "int4_token")
+WITH_MORE_CODECS = ("head_256", "window", "prefill")
+# Shapes and codecs that are checked again.
+STRIPES = {"window": ("bf16", "int8"), "prefill": ("bf16",), "latent_16_heads": ("bf16",)}
+LARGE_POOLS = {"window": ("bf16", "int8"), "prefill": ("bf16",), "latent_128_heads": ("bf16",)}
+# What a large pool has at least before the pages that are attended to.
+LARGE_PAGES, LARGE_ENTRIES = 2**16, 2**31
 # That share the checks: their programs take seconds to compile, and no time to run. Each keeps what memory it
 # had of the GPU.
 MAX_PROCESSES = 6
 
 
+class Check(NamedTuple):
+    """A call that is compared with its definition.
+
+    Attributes:
+        shape: its sizes; those of latents are of keys, rotated part left out.
+        codec: of keys and values, or of latents.
+        base: name of the shape.
+        is_latent: whether queries attend to latents.
+        over: what of the pool: all that the shape needs; of two stripes the second; or pages at the end of a
+            large one, with ids above 65,536.
+    """
+
+    shape: Shape
+    codec: str
+    base: str
+    is_latent: bool = False
+    over: Literal["pool", "stripe", "large_pool"] = "pool"
+
+    @property
+    def name(self) -> str:
+        """Words by which it is asked for, but the codec."""
+        return self.base if self.over == "pool" else f"{self.base}_{self.over}"
+
+    def covers(self, case: Case) -> bool:
+        """Return whether a kernel of a timed case is checked."""
+        is_as_wide = self.is_latent or self.shape.head_dim == HEAD_DIM
+        return is_as_wide and (self.is_latent, self.codec) == (case.is_latent, case.codec)
+
+
 def encode(numbers: jax.Array, codec: str) -> Pages:
-    """Return float32 pages in a codec, not rotated, with scales of tokens and heads, or of runs of int4."""
-    if codec == "bf16":
-        return Pages(numbers.astype(jnp.bfloat16))
-    if codec == "int8":
-        scale = jnp.abs(numbers).max(-1) / 127
-        return Pages(jnp.round(numbers / scale[..., None]).astype(jnp.int8), scale)
+    """Return float32 pages in a codec, not rotated, with scales of tokens and heads, of heads, or of runs."""
+    if codec in _FLOATS:
+        return Pages(numbers.astype(_FLOATS[codec]))
     if codec == "int4_token":
         stored = encode_heads(dataclasses.replace(codecs.CODECS[codec], is_rotated=False), numbers)
         return Pages(stored.data, stored.scale, stored.zero, entry="int4")
@@ -65,11 +100,18 @@ def encode(numbers: jax.Array, codec: str) -> Pages:
         span = codecs.CODECS[codec].span(page_size)
         stored = encode_run(numbers.reshape(*pages, -1, span, head_dim))
         return Pages(stored.data.reshape(*pages, page_size, -1), stored.scale, stored.zero, entry="int4")
-    dtype = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}[codec]
-    entry: Any = codec
-    scale = jnp.abs(numbers).max(-1) / float(jnp.finfo(dtype).max)
-    shares = numbers / scale[..., None]
-    return Pages(jax.lax.bitcast_convert_type(shares.astype(dtype), jnp.uint8), scale, entry=entry)
+    entry: Any = codec.removesuffix("_static")
+    largest = 127 if entry == "int8" else float(jnp.finfo(_FP8[entry]).max)
+    axes = -1 if codec == entry else (0, 2, 3)
+    scale = jnp.abs(numbers).max(axes, keepdims=True) / largest
+    shares, scale = numbers / scale, scale.squeeze(axes)
+    if entry == "int8":
+        return Pages(jnp.round(shares).astype(jnp.int8), scale)
+    return Pages(jax.lax.bitcast_convert_type(shares.astype(_FP8[entry]), jnp.uint8), scale, entry=entry)
+
+
+_FLOATS = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+_FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 def make_call(shape: Shape, codec: str) -> tuple[PagedArguments, int]:
@@ -78,7 +120,8 @@ def make_call(shape: Shape, codec: str) -> tuple[PagedArguments, int]:
     pages_of = [-(-total // shape.page_size) for total in shape.totals]
     num_pages = sum(pages_of) + 1
     order = iter(jax.random.permutation(keys[0], num_pages).tolist())
-    width = max(pages_of) + 2
+    # Even, for stripes.
+    width = -(-(max(pages_of) + 2) // 2) * 2
     table = [[next(order) for _ in range(count)] + [-1] * (width - count) for count in pages_of]
     pool = (2 * num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
     raw_keys, raw_values = (jax.random.normal(key, pool) for key in keys[1:3])
@@ -114,76 +157,115 @@ def worst_row(got: jax.Array, expected: jax.Array) -> float:
     return float(errors.max())
 
 
-def check(name: str, shape: Shape, codec: str, tiling: Tiling) -> dict[str, Any] | None:
+def run(check: Check, tiling: Tiling) -> dict[str, Any] | None:
     """Compare one call with its definition; None where the kernel does not take it."""
-    arguments, num_pages = make_call(shape, codec)
-    if pallas_gpu.refusal(arguments) is not None:
+    if check.is_latent:
+        arguments, num_pages, options = _latent_call(check)
+        kernel, definition = latent_gpu.latent_attention, latent_attention.reference
+        refusal = latent_gpu.refusal(arguments, tiling)
+    else:
+        (arguments, num_pages), shape = make_call(check.shape, check.codec), check.shape
+        kernel, definition = pallas_gpu.paged_attention, reference
+        refusal = pallas_gpu.refusal(arguments, tiling)
+        sinks = jnp.linspace(-1.0, 1.0, shape.num_heads) if shape.has_sinks else None
+        options = {"scale": shape.head_dim**-0.5, "soft_cap": shape.soft_cap, "sinks": sinks}
+    if refusal is not None:
         return None
-    sinks = jnp.linspace(-1.0, 1.0, shape.num_heads) if shape.has_sinks else None
-    options = {
-        "scale": shape.head_dim**-0.5,
-        "window": shape.window,
-        "soft_cap": shape.soft_cap,
-        "sinks": sinks,
-    }
-    rounded = arguments._replace(query=arguments.query.astype(jnp.bfloat16))
-    kernel = functools.partial(pallas_gpu.paged_attention, tiling=tiling)
-    errors = compare(kernel, reference, arguments, rounded, num_pages=num_pages, **options)
-    return {"check": name, "codec": codec, **errors}
+    if check.over == "stripe":
+        arguments = arguments._replace(
+            page_table=arguments.page_table[:, 1::2], stripe=Stripe(jnp.int32(2), jnp.int32(1))
+        )
+    own, num_own_pages = arguments, num_pages
+    if check.over == "large_pool":
+        own, num_own_pages = in_large_pool(arguments, num_pages)
+    options |= {"window": check.shape.window}
+    kernel = jax.jit(functools.partial(kernel, num_pages=num_own_pages, tiling=tiling, **options))
+    definition = jax.jit(functools.partial(definition, num_pages=num_pages, **options))
+    return {"check": check.name, "codec": check.codec, **compare(kernel(own)[0], definition, arguments)}
 
 
-def check_latents(name: str, shape: Shape, codec: str) -> dict[str, Any]:
-    """Compare a call over latents with its definition; they are made as keys whose last part is rotated."""
-    paged, num_pages = make_call(dataclasses.replace(shape, head_dim=LATENT_DIM + ROPE_DIM), "bf16")
+def _latent_call(check: Check) -> tuple[LatentArguments, int, dict[str, Any]]:
+    """Return a call over latents, which are made as keys whose last part is rotated."""
+    shape = dataclasses.replace(check.shape, head_dim=LATENT_DIM + ROPE_DIM)
+    paged, num_pages = make_call(shape, "f16" if check.codec == "f16" else "bf16")
     query, keys = paged.query, paged.keys.data
-    pages = encode(keys[..., :LATENT_DIM].astype(jnp.float32), codec), Pages(keys[..., LATENT_DIM:])
+    pages = encode(keys[..., :LATENT_DIM].astype(jnp.float32), check.codec), Pages(keys[..., LATENT_DIM:])
     arguments = LatentArguments(query[..., :LATENT_DIM], query[..., LATENT_DIM:], *pages, *paged[3:7])
-    rounded = arguments._replace(
-        query=arguments.query.astype(jnp.bfloat16), rope_query=arguments.rope_query.astype(jnp.bfloat16)
+    return arguments, num_pages, {"scale": shape.head_dim**-0.5}
+
+
+def in_large_pool(arguments: Any, num_pages: int) -> tuple[Any, int]:
+    """Return a call with its pages at the end of a large pool, one layer but for a page, and its pages.
+
+    Args:
+        arguments: over the second of two layers.
+        num_pages: pages of each.
+    """
+    names = ("latents", "ropes") if isinstance(arguments, LatentArguments) else ("keys", "values")
+    pools = [getattr(arguments, name) for name in names]
+    num_empty = max(LARGE_PAGES, -(-LARGE_ENTRIES // pools[0].data[0].size))
+
+    @jax.jit
+    def enlarge(array: jax.Array) -> jax.Array:
+        empty = jnp.zeros((num_empty, *array.shape[1:]), array.dtype)
+        return jnp.concatenate([empty, array[num_pages:]])
+
+    table = arguments.page_table
+    own = arguments._replace(
+        page_table=jnp.where(table >= 0, table + num_empty - 1, table),
+        page_offset=jnp.int32(1),
+        **dict(zip(names, jax.tree.map(enlarge, pools), strict=True)),
     )
-    options = {"num_pages": num_pages, "scale": (LATENT_DIM + ROPE_DIM) ** -0.5, "window": shape.window}
-    implementations = latent_gpu.latent_attention, latent_attention.reference
-    return {
-        "check": name,
-        "codec": codec,
-        **compare(*implementations, arguments, rounded, **options),
-    }
+    return own, num_empty + num_pages - 1
 
 
-def compare(kernel: Any, definition: Any, arguments: Any, rounded: Any, **options: Any) -> dict[str, Any]:
-    """Return a kernel's error, and twice that of the definition of rounded arguments."""
-    kernel, definition = (jax.jit(functools.partial(each, **options)) for each in (kernel, definition))
-    expected, _ = definition(arguments)
-    own, _ = definition(rounded)
-    out, _ = kernel(arguments)
-    error, allowed = worst_row(out, expected), 2 * worst_row(own.astype(jnp.float32), expected)
+def compare(out: jax.Array, definition: Any, arguments: Any) -> dict[str, Any]:
+    """Return a kernel's error, and twice that of the definition with queries and outputs in bfloat16."""
+    rounded = arguments._replace(query=_rounded(arguments.query))
+    if isinstance(arguments, LatentArguments):
+        rounded = rounded._replace(rope_query=_rounded(arguments.rope_query))
+    # One program for both, which computes in float32 whatever it is given.
+    (expected, _), (own, _) = definition(arguments), definition(rounded)
+    error, allowed = worst_row(out, expected), 2 * worst_row(_rounded(own), expected)
     return {"error": error, "allowed": allowed, "passed": error <= allowed}
 
 
-def checks(
-    shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str, tiling: Tiling
-) -> list[Callable[[], dict[str, Any] | None]]:
-    """Return what compares each call that has `only` in its name, latents first."""
-    calls = [
-        (f"{name}_{codec}", functools.partial(check_latents, name, shape, codec))
-        for name, shape in latents.items()
-        for codec in LATENT_CODECS
-    ] + [
-        (f"{name}_{codec}", functools.partial(check, name, shape, codec, tiling))
-        for name, shape in shapes.items()
-        for codec in CODECS
+def _rounded(numbers: jax.Array) -> jax.Array:
+    return jax.lax.reduce_precision(numbers, exponent_bits=8, mantissa_bits=7)
+
+
+def checks(shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str) -> list[Check]:
+    """Return the checks that have `only` in their names, or are of what is timed by it; latents first."""
+    found = [
+        Check(shape, codec, name, is_latent=is_latent)
+        for group, of_group, is_latent in ((latents, LATENT_CODECS, True), (shapes, CODECS, False))
+        for name, shape in group.items()
+        for codec in of_group + (MORE_CODECS if name in WITH_MORE_CODECS else ())
     ]
-    return [call for name, call in calls if only in name]
+    found += [
+        check._replace(over=over)
+        for over, asked in (("stripe", STRIPES), ("large_pool", LARGE_POOLS))
+        for check in found
+        if check.codec in asked.get(check.base, ())
+    ]
+    timed = [case for name, case in all_cases().items() if only in name]
+    return [
+        check
+        for check in found
+        if only in f"{check.name}_{check.codec}" or any(check.covers(case) for case in timed)
+    ]
 
 
 def named_checks(only: str, *, is_interpreted: bool) -> Iterator[dict[str, Any]]:
     """Yield the lines of all shapes; interpreted, of those of the tests alone: larger ones take minutes."""
     if is_interpreted:
-        calls = checks(SHAPES, {}, only, Tiling(is_interpreted=True))
-        yield from (line for call in calls if (line := call()) is not None)
+        lines = (run(check, Tiling(is_interpreted=True)) for check in checks(SHAPES, {}, only))
+        yield from (line for line in lines if line is not None)
         return
-    calls = checks(CHECKED | SHAPES, CHECKED_LATENTS, only, Tiling())
     count = min(MAX_PROCESSES, os.cpu_count() or 1)
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as processes:
-        lines = [processes.submit(call) for call in calls]
-        yield from (line for each in lines if (line := each.result()) is not None)
+        ends = [
+            processes.submit(run, check, Tiling())
+            for check in checks(CHECKED | SHAPES, CHECKED_LATENTS, only)
+        ]
+        yield from (line for each in ends if (line := each.result()) is not None)

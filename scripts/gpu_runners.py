@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.cache.codec import OF_VALUES
 from kernels_pallas import latent_attention
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Pages, reference, xla
@@ -55,6 +56,7 @@ class Data:
         table: pages of each sequence, in random order.
         query: of one new token a sequence; of latents without the rotated part, which is its first entries.
         num_layers: that calls take turns with.
+        recent: of keys in runs of slots, those of each query's own run, `[layer, seq, ...]`; else None.
     """
 
     case: Case
@@ -62,6 +64,7 @@ class Data:
     table: jax.Array
     query: jax.Array
     num_layers: int
+    recent: jax.Array | None = None
 
     @property
     def num_pages(self) -> int:
@@ -79,18 +82,22 @@ class Data:
         return max(8, READ_BYTES // self.case.call_bytes // 8)
 
     @property
-    def arrays(self) -> tuple[tuple[Pages, Pages], jax.Array]:
+    def arrays(self) -> tuple[tuple[Pages, Pages], jax.Array, jax.Array | None]:
         """What jkv's implementations attend to."""
-        return self.pages, self.table
+        return self.pages, self.table, self.recent
 
     def attend(self, implementation: Any, arrays: Any, query: jax.Array, layer: Any) -> Any:
         """Return what an implementation of jkv's gives."""
-        pages, table = arrays
+        pages, table, recent = arrays
         ends, ones = jnp.full(len(table), self.case.context, jnp.int32), jnp.ones(len(table), jnp.int32)
         rest = (*pages, table, ends - ones, ones, layer * self.num_pages)
         kind: Any = LatentArguments if self.case.is_latent else PagedArguments
         queries = (query, query[..., :ROPE_DIM]) if self.case.is_latent else (query,)
-        return implementation(kind(*queries, *rest), num_pages=self.num_pages, scale=self.scale)[0]
+        arguments = kind(*queries, *rest)
+        if recent is not None:
+            own = jax.lax.dynamic_index_in_dim(recent, layer, keepdims=False)
+            arguments = arguments._replace(recent=own)
+        return implementation(arguments, num_pages=self.num_pages, scale=self.scale)[0]
 
     def layers_of(self, pages: Pages) -> jax.Array:
         """Return entries as `[layer, page, kv_head, slot, entry]`."""
@@ -102,28 +109,39 @@ def make_data(case: Case, pool_bytes: int = POOL_BYTES) -> Data:
     width = -(-case.context // case.page_size)
     num_pages = case.batch * width
     num_layers = max(1, pool_bytes // case.call_bytes)
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0), 5)
     num_heads, *dims = (1, LATENT_DIM, ROPE_DIM) if case.is_latent else (NUM_KV_HEADS, HEAD_DIM, HEAD_DIM)
+    second = "bf16" if case.is_latent else OF_VALUES.get(case.codec, case.codec)
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def make(key: jax.Array, dim: int) -> Pages:
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def make(key: jax.Array, dim: int, codec: str) -> Pages:
         # Layer by layer: float32 of all would not fit.
         shape = (num_pages, num_heads, case.page_size, dim)
-        one = lambda key: encode(jax.random.normal(key, shape), case.codec)  # noqa: E731
+        one = lambda key: encode(jax.random.normal(key, shape), codec)  # noqa: E731
         pages = jax.lax.map(one, jax.random.split(key, num_layers))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pages)
 
-    pages = make(keys[0], dims[0]), make(keys[1], dims[1])
+    pages = make(keys[0], dims[0], case.codec), make(keys[1], dims[1], second)
     table = jax.random.permutation(keys[2], num_pages).astype(jnp.int32).reshape(case.batch, width)
     query = jax.random.normal(keys[3], (case.batch, 1, case.num_heads, dims[0]), jnp.bfloat16)
-    return Data(case, pages, table, query, num_layers)
+    recent = None
+    if (span := pages[0].run_slots) is not None:
+        # Not those that the pages hold, which are not read.
+        shape = (num_layers, case.batch, num_heads, span, dims[0])
+        recent = jax.random.normal(keys[4], shape, jnp.bfloat16)
+    return Data(case, pages, table, query, num_layers, recent)
 
 
 def difference(data: Data, out: Any) -> float:
     """Return the relative error of the worst row of the first sequence, of a call on the first layer."""
     definition = latent_attention.reference if data.case.is_latent else reference
+    # Of latents it makes float32 of all that it is given.
+    own = jax.jit(lambda pages, row: jax.tree.map(lambda array: array[row], pages))(data.pages, data.table[0])
+    arrays = own, jnp.arange(data.table.shape[1], dtype=jnp.int32)[None], None
+    if data.recent is not None:
+        arrays = (*arrays[:2], data.recent[:, :1])
     compute = jax.jit(functools.partial(data.attend, definition))
-    expected = compute((data.pages, data.table[:1]), data.query[:1].astype(jnp.float32), jnp.int32(0))
+    expected = compute(arrays, data.query[:1].astype(jnp.float32), jnp.int32(0))
     return worst_row(jnp.asarray(np.asarray(out[:1], np.float32)), expected)
 
 

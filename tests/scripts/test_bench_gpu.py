@@ -1,15 +1,33 @@
 """The benchmark of GPU kernels, without a GPU: its order, its time, its arithmetic, and runners that fail."""
 
-import functools
+import dataclasses
+import json
+import math
 import pickle
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.paged_attention import Tiling
+from kernels_pallas.paged_attention.shapes import Shape
 from scripts import bench_gpu, gpu_checks, gpu_runners
-from scripts.gpu_cases import BATCHES, CONTEXTS, RUNNERS, Case, Runner, all_cases, goals, table, with_rates
+from scripts.gpu_cases import (
+    BATCHES,
+    CODECS,
+    CONTEXTS,
+    RUNNERS,
+    Case,
+    Runner,
+    all_cases,
+    goals,
+    is_checked,
+    table,
+    with_rates,
+)
+from scripts.gpu_checks import CHECKED, CHECKED_LATENTS, Check
 
 LONG, SHORT = Case("heads_32", 64, 8192, 64, "bf16"), Case("heads_32", 1, 1024, 64, "bf16")
 LATENTS = Case("latent_128", 64, 8192, 64, "bf16")
@@ -37,10 +55,13 @@ def test_cases_are_all_that_fit_and_those_that_say_most_come_first():
 
 def test_a_call_reads_its_codec_s_bytes():
     tokens = 64 * 8192
-    codecs = {"bf16": 4096, "int8": 2112, "fp8_e4m3": 2112, "int4_token": 1280}
+    codecs = {"bf16": 4096, "int8": 2112, "fp8_e4m3": 2112, "int4_token": 1280, "int4": 1280}
     for codec, token_bytes in codecs.items():
         assert LONG._replace(codec=codec).call_bytes == tokens * token_bytes
-    assert LATENTS.call_bytes == tokens * 1152
+    # Of keys, 16 slots of 128 channels share what 32 do in pages of 64.
+    assert LONG._replace(codec="int4", page_size=16).call_bytes == tokens * (1280 + 8 * 16)
+    for codec, token_bytes in {"bf16": 1152, "int8": 644, "fp8_e4m3": 644, "int4_token": 448}.items():
+        assert LATENTS._replace(codec=codec).call_bytes == tokens * token_bytes
     assert LATENTS.operations == tokens * 128 * 2 * (2 * 512 + 64)
 
 
@@ -61,6 +82,8 @@ def test_goals_are_met_or_missed_by_the_worst_case():
         timed("jkv", SHORT, 50.0),  # Too short to be asked for bandwidth.
         timed("jkv", LONG._replace(codec="int8"), 0.5 * least / 0.9),
         timed("jkv", LONG._replace(codec="int4_token"), 0.5 * least / 0.9),
+        timed("jkv", LATENTS, 100.0),
+        timed("jkv", LATENTS._replace(codec="int8"), 99.0),  # No goal is of latents but in bfloat16.
         timed("flash-attn3-jax", LONG, least),
         timed("flash-attn3-jax", SHORT, 100.0),
     )
@@ -68,11 +91,12 @@ def test_goals_are_met_or_missed_by_the_worst_case():
         "share of the copy, bf16, 128K tokens and more": "missed: 0.80",
         "int8 to bf16": "met: 0.50",
         "fp8 to bf16": "not measured",
-        "int4 to bf16": "missed: 0.50",
+        "int4_token to bf16": "missed: 0.50",
+        "int4 to bf16": "not measured",
         "FlashAttention-3's time, pages of 64": "missed: 1.11",
         "FlashAttention-3's time, pages of 16": "not measured",
         "FlashAttention-3's time, batch 1": "met: 0.50",
-        "latents' share of the lower roof": "not measured",
+        "latents' share of the lower roof": "met: 1.83",
     }
 
 
@@ -166,19 +190,135 @@ def test_wrong_words_are_refused(words: list[str], message: str, capsys):
 
 
 def test_checks_are_of_every_codec_and_can_be_sent_to_processes():
-    heads, latents = gpu_checks.CHECKED, gpu_checks.CHECKED_LATENTS
-    calls = gpu_checks.checks(heads, latents, "", Tiling())
-    named = len(heads) * len(gpu_checks.CODECS), len(latents) * len(gpu_checks.LATENT_CODECS)
-    assert len(pickle.loads(pickle.dumps(calls))) == sum(named)
-    (call,) = gpu_checks.checks(heads, latents, "prefill_256_int8", Tiling())
-    assert "int8" in str(call)
+    found = gpu_checks.checks(CHECKED, CHECKED_LATENTS, "")
+    assert pickle.loads(pickle.dumps(found)) == found
+    named = {(check.name, check.codec) for check in found}
+    assert len(named) == len(found)
+    of_all = {(name, codec) for name in CHECKED for codec in gpu_checks.CODECS}
+    of_all |= {(name, codec) for name in CHECKED_LATENTS for codec in gpu_checks.LATENT_CODECS}
+    assert of_all <= named
+    assert {
+        (name, codec) for name in gpu_checks.WITH_MORE_CODECS for codec in gpu_checks.MORE_CODECS
+    } <= named
+    for over, asked in (("stripe", gpu_checks.STRIPES), ("large_pool", gpu_checks.LARGE_POOLS)):
+        assert {(f"{name}_{over}", codec) for name in asked for codec in asked[name]} <= named
+
+
+def test_what_is_asked_for_is_checked_by_name():
+    (check,) = gpu_checks.checks(CHECKED, CHECKED_LATENTS, "prefill_256_int8")
+    assert check == Check(CHECKED["prefill_256"], "int8", "prefill_256")
+
+
+def test_every_case_that_can_be_timed_is_checked_in_its_heads_and_codec():
+    for name, case in all_cases().items():
+        found = [check for check in gpu_checks.checks(CHECKED, CHECKED_LATENTS, name) if check.covers(case)]
+        assert found, name
+        assert {(check.codec, check.is_latent) for check in found} == {(case.codec, case.is_latent)}
+        assert case.is_latent or {check.shape.head_dim for check in found} == {128}
+        lines = [{"check": check.name, "codec": check.codec, "passed": True} for check in found]
+        assert is_checked(case, lines)
+        assert not is_checked(case._replace(codec="f16"), lines)
+        assert not is_checked(case, [line | {"passed": False} for line in lines])
+
+
+SMALL = Shape(8, 2, 64, page_size=16, time=1, totals=(1, 0, 100), window=90)
+SMALL_LATENTS = Shape(2, 1, 512, page_size=16, time=1, totals=(1, 0, 100))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        Check(SMALL, "f16", "small"),
+        Check(SMALL, "int8_static", "small"),
+        Check(SMALL, "bf16", "small", over="stripe"),
+        Check(SMALL, "int8", "small", over="large_pool"),
+        pytest.param(Check(SMALL, "fp8_e5m2_static", "small"), marks=pytest.mark.gate),
+        pytest.param(Check(SMALL_LATENTS, "fp8_e5m2", "latent", is_latent=True), marks=pytest.mark.gate),
+        pytest.param(Check(SMALL_LATENTS, "f16", "latent", is_latent=True), marks=pytest.mark.gate),
+        pytest.param(Check(SMALL_LATENTS, "bf16", "latent", True, "stripe"), marks=pytest.mark.gate),
+        pytest.param(Check(SMALL_LATENTS, "bf16", "latent", True, "large_pool"), marks=pytest.mark.gate),
+    ],
+    ids=lambda check: f"{check.name}-{check.codec}",
+)
+def test_a_check_passes_and_fails_where_the_pages_are_others(check: Check, monkeypatch):
+    """Interpreted: of another layer, which holds as many pages of the same kind."""
+    monkeypatch.setattr(gpu_checks, "LARGE_PAGES", 40)
+    monkeypatch.setattr(gpu_checks, "LARGE_ENTRIES", 1)
+    tiling = Tiling(is_interpreted=True)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        line = gpu_checks.run(check, tiling)
+        assert line is not None
+        assert line["passed"], line
+        assert (line["check"], line["codec"]) == (check.name, check.codec)
+        own = gpu_checks.compare
+        faulty = lambda out, definition, arguments: own(  # noqa: E731
+            out, definition, arguments._replace(page_offset=jnp.int32(0))
+        )
+        monkeypatch.setattr(gpu_checks, "compare", faulty)
+        line = gpu_checks.run(check, tiling)
+    assert line is not None
+    assert not line["passed"]
+
+
+def test_a_large_pool_has_ids_and_entries_past_what_16_and_31_bits_count():
+    arguments, num_pages = gpu_checks.make_call(SMALL, "bf16")
+    own = jax.eval_shape(lambda given: gpu_checks.in_large_pool(given, num_pages)[0], arguments)
+    pages, *of_page = own.keys.data.shape
+    first = pages - num_pages
+    assert first >= 2**16
+    assert first * math.prod(of_page) >= 2**31
+
+
+def test_what_a_kernel_does_not_take_has_no_line():
+    assert gpu_checks.run(Check(dataclasses.replace(SMALL, head_dim=72), "bf16", "odd"), Tiling()) is None
 
 
 def test_processes_that_share_the_checks_give_their_lines(monkeypatch):
-    """In order, but of calls that no kernel takes."""
-    calls = [functools.partial(min, [count]) for count in (3, 1, 2)] + [functools.partial(dict().get, 0)]
-    monkeypatch.setattr(gpu_checks, "checks", lambda *_: calls)
-    assert list(gpu_checks.named_checks("", is_interpreted=False)) == [3, 1, 2]
+    """In order, but of calls that no kernel takes: of heads of 72."""
+    odd = [Check(dataclasses.replace(SMALL, head_dim=72), "bf16", str(i)) for i in range(2)]
+    monkeypatch.setattr(gpu_checks, "checks", lambda *_: odd)
+    assert list(gpu_checks.named_checks("", is_interpreted=False)) == []
+    monkeypatch.setattr(gpu_checks, "run", min)
+    monkeypatch.setattr(gpu_checks, "checks", lambda *_: [3, 1, 2])
+    monkeypatch.setattr(gpu_checks, "Tiling", lambda: 2)
+    assert list(gpu_checks.named_checks("", is_interpreted=False)) == [2, 1, 2]
+
+
+def run_bench(monkeypatch, capsys, checked: bench_gpu.Ended, only: str) -> list[dict[str, Any]]:
+    """Run the benchmark on what its processes would have said; return the lines that it prints."""
+    roofs = bench_gpu.Ended([ROOFS], None, is_late=False)
+    monkeypatch.setattr(bench_gpu, "run", lambda words, _: checked if "checks" in words else roofs)
+    monkeypatch.setattr(bench_gpu, "time_all", lambda _, cases, __: [{"timed": name} for name in cases])
+    bench_gpu.main(["--only", only])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_what_no_check_was_of_is_not_timed(monkeypatch, capsys):
+    line = {"check": "window", "codec": "bf16", "error": 0.0, "allowed": 1.0, "passed": True}
+    late = bench_gpu.Ended([line], "ended after 240 s", is_late=True)
+    lines = run_bench(monkeypatch, capsys, late, "_1_1024_64_")
+    assert {"checks": "ended after 240 s"} in lines
+    assert [line["timed"] for line in lines if "timed" in line] == [
+        "heads_32_1_1024_64_bf16",
+        "heads_64_1_1024_64_bf16",
+    ]
+    (refused,) = (line["not timed"] for line in lines if "not timed" in line)
+    of_heads = {f"heads_{count}_1_1024_64_{codec}" for count in (32, 64) for codec in CODECS[1:]}
+    assert of_heads | {"latent_128_1_1024_64_bf16"} <= set(refused)
+
+
+@pytest.mark.parametrize(
+    ("checked", "message"),
+    [
+        (bench_gpu.Ended([], None, is_late=False), "nothing was checked, so nothing is timed: no call of"),
+        (bench_gpu.Ended([], "ended after 240 s", is_late=True), "nothing was checked, so nothing is timed"),
+        (bench_gpu.Ended([], "ended with 1: x", is_late=False), "the checks did not end: ended with 1: x"),
+        (bench_gpu.Ended([{"passed": False}], None, is_late=False), "the kernel is wrong: nothing is timed"),
+    ],
+)
+def test_nothing_is_timed_without_checks(checked: bench_gpu.Ended, message: str, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match=message):
+        run_bench(monkeypatch, capsys, checked, "heads_32")
 
 
 def test_without_a_gpu_nothing_is_timed(tmp_path):
@@ -191,7 +331,9 @@ def test_without_a_gpu_nothing_is_timed(tmp_path):
     [
         ("jkv xla", Case("heads_32", 2, 48, 16, "int8")),
         ("jkv xla", Case("latent_16", 2, 48, 16, "bf16")),
+        ("jkv xla", Case("latent_16", 2, 48, 16, "fp8_e4m3")),
         ("jkv xla", Case("heads_32", 2, 48, 16, "int4_token")),
+        ("jkv xla", Case("heads_32", 2, 48, 16, "int4")),
         ("jax.nn xla, contiguous", Case("heads_32", 2, 48, 16, "bf16")),
     ],
 )
