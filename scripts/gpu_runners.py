@@ -197,6 +197,8 @@ def time_torch(data: Data, arrays: Any, attend: Attend) -> tuple[Any, float]:
 
     query, last = as_torch(data.query), data.num_layers - 1
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    # What a peer planned is on its way on the stream that was.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         attend(arrays, query, last)
         out = attend(arrays, query, 0).float().cpu().numpy()
@@ -329,7 +331,8 @@ def flashinfer(data: Data) -> tuple[Any, Attend]:
     torch = _module("torch")
     case, width = data.case, data.table.shape[1]
     pools = [as_torch(data.layers_of(pages)) for pages in data.pages]
-    buffer = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    # To be zero at first, it says.
+    buffer = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
     begins = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
     entries, dtype = as_torch(data.table).reshape(-1), torch.bfloat16
     if case.is_latent:

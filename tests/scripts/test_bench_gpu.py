@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -344,6 +345,48 @@ def test_a_runner_attends_to_the_case_s_own_pages(runner: str, case: Case, monke
         line = gpu_runners.measure(runner, case, pool_bytes=2 * case.call_bytes)
     assert line["us"] > 0
     assert line["difference"] < 0.02
+
+
+def flash_mha_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    softmax_scale=None,
+    is_causal=False,
+    window_size=(-1, -1),
+    num_splits=1,
+    return_softmax_lse=False,
+):
+    """Do as the documentation of flash-attn3-jax 0.2.3 says: pools are [page, slot, kv_head, head_dim]."""
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert page_table.dtype == cache_seqlens.dtype == jnp.int32
+    assert num_splits >= 1
+    batch, num_kv_heads, head_dim = len(q), *k_cache.shape[2:]
+    keys, values = (
+        pool[page_table].reshape(batch, -1, num_kv_heads, head_dim) for pool in (k_cache, v_cache)
+    )
+    return jax.nn.dot_product_attention(
+        q, keys, values, key_value_seq_lengths=cache_seqlens, query_seq_lengths=jnp.ones_like(cache_seqlens)
+    )
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_flash_attention_3_gets_what_its_documentation_asks_for(page_size: int, monkeypatch):
+    peer = SimpleNamespace(flash_mha_with_kvcache=flash_mha_with_kvcache)
+    monkeypatch.setattr(gpu_runners, "_module", {"flash_attn3_jax": peer}.__getitem__)
+    monkeypatch.setattr(gpu_runners, "READ_BYTES", 0)
+    case = Case("heads_64", 2, 192, page_size, "bf16")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        line = gpu_runners.measure("flash-attn3-jax", case, pool_bytes=2 * case.call_bytes)
+    assert line.get("difference", line) < 0.02
 
 
 def test_a_runner_that_attends_to_others_is_found(monkeypatch):
