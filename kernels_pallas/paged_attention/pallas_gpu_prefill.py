@@ -375,20 +375,25 @@ def _attend_kernel(
             zero_the_dead()
         plgpu.commit_smem()
 
-        # Into the place of a block that this warp group is past; the other is, too, or soon.
-        @pl.when((index >= lag) & (index - lag + num_stages < num_blocks))
-        def _fetch_later() -> None:
+        # Into the place of a block that this warp group is past; the other is, too, or soon. Alone, it takes
+        # this block's place, whose values are yet to be multiplied.
+        def fetch_later() -> None:
             place = lax.rem(index - lag + num_stages, jnp.int32(num_stages))
             if lag:
                 plgpu.barrier_wait(passed.at[place])
             fetch(block - lag + num_stages, place, entries)
 
+        is_early, is_asked = lag > 0, (index >= lag) & (index - lag + num_stages < num_blocks)
+        if is_early:
+            pl.when(is_asked)(fetch_later)
         sums = plus_product(
             sums * wide(keep, sizes.head_dim),
             weights_ref.at[group + zero],
             of_values,
             in_place=not sizes.is_interpreted,
         )
+        if not is_early:
+            pl.when(is_asked)(fetch_later)
         if lag:
             # Where a block is to take this one's place.
             pl.when(index + num_stages < num_blocks)(lambda: plgpu.barrier_arrive(passed.at[stage]))

@@ -31,11 +31,12 @@ from .test_paged_attention_gpu import assert_costs_what_rounding_does, encode, m
 TILING = Tiling(is_interpreted=True)
 # Two tiles of 128 rows, of which the last row of a batch fills one and a part; six blocks, four on their way.
 PREFILL = Shape(4, 1, 64, page_size=32, time=40, totals=(3, 0, 100, 330))
-# One warp group.
+# One warp group; five blocks.
 NARROW = Shape(2, 1, 64, page_size=16, time=20, totals=(20, 7, 300))
 CASES = {
     "two_warp_groups": (PREFILL, jnp.bfloat16),
-    "one_warp_group": (dataclasses.replace(NARROW, window=50, has_sinks=True), jnp.bfloat16),
+    "one_warp_group": (NARROW, jnp.bfloat16),
+    "one_warp_group_of_a_window": (dataclasses.replace(NARROW, window=50, has_sinks=True), jnp.bfloat16),
     "soft_cap": (
         Shape(12, 2, 80, page_size=8, time=33, totals=(33, 150), window=70, soft_cap=5.0, has_sinks=True),
         jnp.float16,
@@ -105,6 +106,18 @@ FAULTS = {
     "sinks that weigh nothing": ("jnp.where(sinks == -jnp.inf, 0.0, 1.0)", "jnp.zeros_like(sinks)"),
     "dead values": ("zero_dead(of_values, positions(OF_ROWS) < NO_POSITION)", "pass"),
 }
+
+
+@pytest.mark.gate
+def test_values_in_use_that_are_written_over_are_found():
+    """By one warp group, which is past no block but those before."""
+    with pytest.raises(AssertionError, match="races in kernels"):
+        assert_equals_the_definition(
+            NARROW,
+            jnp.bfloat16,
+            found="is_early, is_asked = lag > 0,",
+            replacement="is_early, is_asked = True,",
+        )
 
 
 @pytest.mark.gate
