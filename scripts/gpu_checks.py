@@ -1,8 +1,9 @@
 """Compares the GPU kernels of attention with their definitions, on the device that is here.
 
 A line for each shape and codec that a kernel takes: `error` is the relative error of the worst row, `allowed`
-twice that of the definition over the same pool with queries and outputs in bfloat16. Some are made again over
-a stripe of the pages, and with the pages at the end of a pool of more than 2^31 entries.
+twice that of the definition over the same pool with queries and outputs in bfloat16, as the kernel has them,
+or in float16 over a pool of that. Some are made again over a stripe of the pages, and with the pages at the
+end of a pool of more than 2^31 entries.
 """
 
 import dataclasses
@@ -175,13 +176,20 @@ def run(check: Check, tiling: Tiling) -> dict[str, Any] | None:
         arguments = arguments._replace(
             page_table=arguments.page_table[:, 1::2], stripe=Stripe(jnp.int32(2), jnp.int32(1))
         )
-    own, num_own_pages = arguments, num_pages
+    dtype = jnp.float16 if check.codec == "f16" else jnp.bfloat16
+    own, num_own_pages = with_queries(arguments, dtype), num_pages
     if check.over == "large_pool":
-        own, num_own_pages = in_large_pool(arguments, num_pages)
+        own, num_own_pages = in_large_pool(own, num_pages)
     options |= {"window": check.shape.window}
     kernel = jax.jit(functools.partial(kernel, num_pages=num_own_pages, tiling=tiling, **options))
     definition = jax.jit(functools.partial(definition, num_pages=num_pages, **options))
     return {"check": check.name, "codec": check.codec, **compare(kernel(own)[0], definition, arguments)}
+
+
+def with_queries(arguments: Any, dtype: Any) -> Any:
+    """Return a call with its queries in a dtype."""
+    names = ("query", "rope_query") if isinstance(arguments, LatentArguments) else ("query",)
+    return arguments._replace(**{name: getattr(arguments, name).astype(dtype) for name in names})
 
 
 def _latent_call(check: Check) -> tuple[LatentArguments, int, dict[str, Any]]:
@@ -220,18 +228,12 @@ def in_large_pool(arguments: Any, num_pages: int) -> tuple[Any, int]:
 
 
 def compare(out: jax.Array, definition: Any, arguments: Any) -> dict[str, Any]:
-    """Return a kernel's error, and twice that of the definition with queries and outputs in bfloat16."""
-    rounded = arguments._replace(query=_rounded(arguments.query))
-    if isinstance(arguments, LatentArguments):
-        rounded = rounded._replace(rope_query=_rounded(arguments.rope_query))
+    """Return a kernel's error, and twice that of the definition with queries and outputs in its dtype."""
     # One program for both, which computes in float32 whatever it is given.
+    rounded = with_queries(with_queries(arguments, out.dtype), jnp.float32)
     (expected, _), (own, _) = definition(arguments), definition(rounded)
-    error, allowed = worst_row(out, expected), 2 * worst_row(_rounded(own), expected)
+    error, allowed = worst_row(out, expected), 2 * worst_row(own.astype(out.dtype), expected)
     return {"error": error, "allowed": allowed, "passed": error <= allowed}
-
-
-def _rounded(numbers: jax.Array) -> jax.Array:
-    return jax.lax.reduce_precision(numbers, exponent_bits=8, mantissa_bits=7)
 
 
 def checks(shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str) -> list[Check]:
