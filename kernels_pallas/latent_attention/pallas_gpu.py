@@ -150,6 +150,14 @@ class _Sizes(NamedTuple):
     is_interpreted: bool
 
     @property
+    def is_tight(self) -> bool:
+        """Whether registers are few: entries are converted, and a block has more than two pages.
+
+        Of a stripe, positions take more registers to work out again than slots that are kept.
+        """
+        return self.form.is_converted and self.walk.block_pages > 2 and not self.is_striped
+
+    @property
     def channels(self) -> int:
         """Channels that a warp group sums."""
         return self.latent_dim // _GROUPS
@@ -363,7 +371,7 @@ def _attend_kernel(
     shared: _Shared,  # SMEM
 ):
     program, group = lax.axis_index("program"), lax.axis_index("group")
-    page_offset = counts_ref[1]
+    layer_offset = counts_ref[1]
     blocks, channels = shared.blocks, sizes.channels
     own_slots = pl.ds(group * _GROUP_TOKENS, _GROUP_TOKENS)
 
@@ -393,6 +401,7 @@ def _attend_kernel(
         def fetch(block: jax.Array, stage: jax.Array | int, entries: tuple[jax.Array, ...]) -> None:
             """Start the copies of the channels that this warp group sums, and of the rest of its slots."""
             num_slots = min(sizes.walk.page_size, BLOCK_TOKENS)
+            page_offset = counts_ref[1 + (block >> 31)] if sizes.is_tight else layer_offset
             for piece in sizes.walk.pieces(block, entries, page_offset, num_slots):
                 plgpu.copy_gmem_to_smem(
                     pool.data.at[piece.page, pl.ds(piece.slot, num_slots), group],
@@ -432,18 +441,21 @@ def _attend_kernel(
             # Zero, though no compiler knows: it would keep addresses, and what lies there, in registers that
             # sums need.
             zero = block >> 31
+            # Slots, too, where that helps more than it costs.
+            again = zero if sizes.is_tight else 0
+            its_slots = pl.ds((group + again) * _GROUP_TOKENS, _GROUP_TOKENS)
             # The next block takes the place of the one before this, which this warp group has summed, and of
             # which both have taken the logits.
             pl.when(index + 1 < num_blocks)(functools.partial(fetch, block + 1, 1 - stage, entries))
             numbers = in_use(stage, group + zero)
             stripe = Stripe(counts_ref[2 + zero], counts_ref[3 + zero]) if sizes.is_striped else None
             held = block, named, first_seen, end, stripe
-            slots = slots_of_block(_GROUP_TOKENS, OF_COLUMNS) + group * _GROUP_TOKENS
+            slots = slots_of_block(_GROUP_TOKENS, OF_COLUMNS) + (group + again) * _GROUP_TOKENS
             positions = sizes.walk.live_positions(slots, *held)
             plgpu.barrier_wait(blocks.rope_barriers.at[stage, group])
             rope_factors = shared.rope_query, blocks.ropes.at[stage, group].transpose((1, 0))
             factors = [
-                (shared.query.at[i + zero], numbers.at[i + zero, own_slots].transpose((1, 0)))
+                (shared.query.at[i + zero], numbers.at[i + zero, its_slots].transpose((1, 0)))
                 for i in range(_GROUPS)
             ]
             scales = None
@@ -478,7 +490,7 @@ def _attend_kernel(
             # No logits are taken of this block any more: its dead slots may be zeroed.
             @pl.when(jnp.logical_not(sizes.walk.is_whole(*held)))
             def _zero_the_dead() -> None:
-                slots = slots_of_block(BLOCK_TOKENS, OF_ROWS)
+                slots = slots_of_block(BLOCK_TOKENS, OF_ROWS) + again
                 zero_dead(numbers.at[group + zero], sizes.walk.live_positions(slots, *held) < NO_POSITION)
 
             plgpu.commit_smem()
