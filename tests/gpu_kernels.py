@@ -1,5 +1,6 @@
 """Kernels interpreted, and compiled for a GPU that is not here; what their assembler says of them."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -17,13 +18,13 @@ from jax._src.pallas.mosaic_gpu.interpret.shared_memory import HostAllocationKey
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 
-from jkv.cache.codec import CODECS, find_codecs
+from jkv.cache.codec import CODECS, Codec, find_codecs
 from jkv.cache.runs import num_runs
 from jkv.targets import shapes_on
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
-from kernels_pallas.paged_attention import PagedArguments, Stripe, pallas_gpu
+from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe, pallas_gpu
 from kernels_pallas.paged_attention.shapes import Shape
 
 from .kernels_pallas.models import make_pages
@@ -77,6 +78,7 @@ class Report(NamedTuple):
         shared_bytes: of shared memory.
         tensor_axes: how many axes the tensors have of which TMA copies parts.
         code: the instructions, where MOSAIC_GPU_DUMP_SASS and _CUDA_ROOT ask for them; else None.
+        assembly: what the assembler is given.
     """
 
     registers: int
@@ -84,6 +86,7 @@ class Report(NamedTuple):
     shared_bytes: int
     tensor_axes: set[int]
     code: str | None
+    assembly: str
 
 
 def compile_paged(
@@ -94,6 +97,7 @@ def compile_paged(
     num_pages: int,
     folder: Path,
     is_striped: bool = False,
+    dtype: Any = jnp.bfloat16,
     **options: Any,
 ) -> dict[str, Report]:
     """Compile a call of paged attention, over two layers of pages, and return a report for each kernel.
@@ -101,10 +105,11 @@ def compile_paged(
     Args:
         mesh: from `jkv.targets.target`.
         shape: sizes; the page table is 64 pages wide.
-        codec: of keys, and of values after a slash.
+        codec: of keys, and of values after a slash; or `f16`, which pools of caches are not.
         num_pages: pages of a layer.
         folder: an empty one, for what the compiler writes.
         is_striped: whether the table is that of a stripe.
+        dtype: of queries.
         options: of the kernel.
     """
     num_seqs = len(shape.totals)
@@ -112,8 +117,8 @@ def compile_paged(
     sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
 
     def make() -> PagedArguments:
-        keys, values = (make_pages(each, of_pool, sizes, "gpu") for each in find_codecs(*codec.split("/")))
-        query = jnp.zeros((num_seqs, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16)
+        keys, values = (_pages(each, of_pool, sizes) for each in _codecs_of(codec))
+        query = jnp.zeros((num_seqs, shape.time, shape.num_heads, shape.head_dim), dtype)
         table, rows = jnp.zeros((num_seqs, 64), jnp.int32), jnp.zeros(num_seqs, jnp.int32)
         stripe = Stripe(rows[0], rows[0]) if is_striped else None
         arguments = PagedArguments(query, keys, values, table, rows, rows, rows[0], stripe=stripe)
@@ -142,10 +147,19 @@ def compile_large(
     shape = Shape(
         8 * group, 8, head_dim, page_size, time, window=window, soft_cap=soft_cap, has_sinks=has_sinks
     )
-    num_pages = max(2**16, 2**31 // (2 * 8 * page_size * head_dim)) + 1
-    sinks = jnp.zeros(shape.num_heads) if has_sinks else None
-    options = {"scale": head_dim**-0.5, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    return compile_paged(mesh, shape, codec, num_pages=num_pages, folder=folder, **options)
+    return compile_shape(mesh, shape, codec, folder)
+
+
+def compile_shape(
+    mesh: Mesh, shape: Shape, codec: str, folder: Path, dtype: Any = jnp.bfloat16
+) -> dict[str, Report]:
+    """Compile a shape over such a pool, with its options; see `compile_paged`."""
+    of_page = shape.num_kv_heads * shape.page_size * shape.head_dim
+    num_pages = max(2**16, 2**31 // (2 * of_page)) + 1
+    sinks = jnp.zeros(shape.num_heads) if shape.has_sinks else None
+    options = {"window": shape.window, "soft_cap": shape.soft_cap, "sinks": sinks, "dtype": dtype}
+    scale = shape.head_dim**-0.5
+    return compile_paged(mesh, shape, codec, num_pages=num_pages, folder=folder, scale=scale, **options)
 
 
 def compile_latent(
@@ -165,7 +179,7 @@ def compile_latent(
 
     def make() -> LatentArguments:
         latents, ropes = (
-            make_pages(CODECS[name], of_pool, {"page_size": shape.page_size, "head_dim": dim}, "gpu")
+            _pages(_codecs_of(name)[0], of_pool, {"page_size": shape.page_size, "head_dim": dim})
             for name, dim in zip((codec, "bf16"), dims, strict=True)
         )
         query, rope_query = (
@@ -177,6 +191,16 @@ def compile_latent(
 
     call = functools.partial(latent_gpu.latent_attention, num_pages=num_pages, **options)
     return _compile(call, jax.eval_shape(make), mesh, folder)
+
+
+def _codecs_of(name: str) -> tuple[Codec | None, Codec | None]:
+    """Return the codecs of keys and values; None is float16."""
+    return (None, None) if name == "f16" else find_codecs(*name.split("/"))
+
+
+def _pages(codec: Codec | None, of_pool: dict[str, int], sizes: dict[str, int]) -> Pages:
+    pages = make_pages(codec or CODECS["bf16"], of_pool, sizes, "gpu")
+    return pages if codec else dataclasses.replace(pages, data=pages.data.astype(jnp.float16))
 
 
 def _compile(call: Callable[..., Any], arguments: Any, mesh: Mesh, folder: Path) -> dict[str, Report]:
@@ -200,7 +224,10 @@ def _report(file: Path) -> Report:
     (registers,) = re.findall(r"Used (\d+) registers", said)
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     (shared,) = re.findall(r"smem_scratch_bytes=(\d+)", resources)
-    axes = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", file.with_suffix(".ptx").read_text())
+    assembly = file.with_suffix(".ptx").read_text()
+    axes = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", assembly)
     code = file.with_suffix(".sass_ctrl")
     text = code.read_text() if code.exists() else None
-    return Report(int(registers), sum(map(int, spilled)), int(shared), set(map(int, axes)), text or None)
+    return Report(
+        int(registers), sum(map(int, spilled)), int(shared), set(map(int, axes)), text or None, assembly
+    )
