@@ -35,12 +35,8 @@ def logits_of(
     if part.scaling == "channels":
         assert part.runs is not None
         return _logits_of_runs(part, part.runs, query.rows, entries, scales, shifts)
-    share, num_rows = part.columns.share, query.rows.shape[1]
-    begins = [place * part.place_lanes for place in range(share)]
-    queries = [query.rows] if share == 1 else _alone(query.rows, begins, part.place_lanes, part.halves)
-    shared = products("hrd,hsd->hrs", jnp.concatenate(queries, axis=1), entries)
-    rows = [shared[:, i * num_rows : (i + 1) * num_rows] for i in range(share)]
-    logits = jnp.concatenate(rows, axis=-1)
+    shared = products("hrd,hsd->hrs", query.rows, entries)
+    logits = jnp.concatenate(jnp.split(shared, part.columns.share, axis=1), axis=-1)
     if query.unit is not None:
         digits = jnp.split(logits, DIGITS, axis=1)
         whole = sum(digit.astype(jnp.float32) * 256**place for place, digit in enumerate(digits))
@@ -71,14 +67,12 @@ def _logits_of_runs(
     return jnp.concatenate(logits, axis=-1)
 
 
-def _alone(query: Array, begins: list[int], span: int, halves: int = 1) -> list[Array]:
-    """Return queries of which lanes [begin, begin + span) of each half are kept, for each begin."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, (*query.shape[:2], query.shape[2] // halves), 2)
-    lane = jnp.concatenate([lane] * halves, axis=-1)
+def _alone(query: Array, begins: list[int], span: int) -> list[Array]:
+    """Return queries of which lanes [begin, begin + span) are kept, for each begin."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, query.shape, 2)
     # As wide as the masks are.
-    wide = query.astype(jnp.int32 if query.dtype == jnp.int8 else jnp.float32)
-    nothing = jnp.zeros((), wide.dtype)
-    kept = [jnp.where((lane >= begin) & (lane < begin + span), wide, nothing) for begin in begins]
+    wide = query.astype(jnp.float32)
+    kept = [jnp.where((lane >= begin) & (lane < begin + span), wide, 0.0) for begin in begins]
     return [alone.astype(query.dtype) for alone in kept]
 
 

@@ -12,6 +12,7 @@ from kernels_pallas.tpu.sizes import DIGITS, Sizes
 
 # Larger than any position, and small enough that a window is added without overflow.
 HIDDEN = 2**30
+_UNPADDED = ((0, 0),) * 3
 
 
 class Pieces(NamedTuple):
@@ -128,8 +129,8 @@ class Query(NamedTuple):
     """The queries that are multiplied with a pool's entries, or their refs.
 
     Attributes:
-        rows: `[piece, kv_head, row, lane]`, padded with zeros; int8 where entries are multiplied as integers,
-            those of each of the `DIGITS` digits below those of the one before it, which counts a 256th.
+        rows: `[piece, kv_head, row, lane]`, those of `Sizes.query_rows`; int8 where entries are multiplied as
+            integers.
         unit: float32 `[piece, kv_head, row, 1]`, what 1 of the integers is; None where they are numbers.
     """
 
@@ -138,19 +139,28 @@ class Query(NamedTuple):
 
 
 def query_of(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes, part: Part) -> Query:
-    """Return queries as a pool's entries take them.
+    """Return queries as a pool's entries take them; of 4-bit entries, each half takes one of theirs.
 
-    A query stands at every place that a slot has in a row of lanes; of 4-bit entries, each half of it does.
+    The places that a slot may have in a row of lanes are told apart by rows for each, which have zeros at
+    all others; but where channels have runs, which the kernel tells apart, a query stands at every place.
     """
-    rows = _rows_of(query, sizes)
-    padding = ((0, 0), (0, 0), (0, 0), (0, part.place_lanes - rows.shape[-1] // part.halves))
-    halves = [jnp.pad(half, padding) for half in jnp.split(rows, part.halves, axis=-1)]
-    rows = jnp.concatenate([half for half in halves for _ in range(part.columns.share)], axis=-1)
-    return in_integers(rows) if sizes.has_int8_product(part) else Query(rows)
+    rows, unit = _rows_of(query, sizes), None
+    if sizes.has_int8_product(part):
+        rows, unit = in_integers(rows)
+    halves, share, width = jnp.split(rows, part.halves, axis=-1), part.columns.share, part.place_lanes
+    lanes = part.lanes // part.halves
+    if part.scaling == "channels":
+        halves = [jnp.pad(half, (*_UNPADDED, (0, width - half.shape[-1]))) for half in halves]
+        return Query(jnp.concatenate([half for half in halves for _ in range(share)], axis=-1))
+    places = [
+        [jnp.pad(half, (*_UNPADDED, (begin, lanes - begin - half.shape[-1]))) for half in halves]
+        for begin in range(0, share * width, width)
+    ]
+    return Query(jnp.concatenate([jnp.concatenate(place, axis=-1) for place in places], axis=2), unit)
 
 
 def in_integers(rows: Float[Array, "piece kv_head row lane"]) -> Query:
-    """Return queries as integers of 24 bits, digit by digit.
+    """Return queries as integers of 24 bits, digit by digit, each of which counts 256 of the one before it.
 
     The unit is a power of two: bfloat16 entries that are not below 2**-14 of the largest stay what they are.
     Where one is not finite, so are no logits.

@@ -8,7 +8,6 @@ and the next on its way. Pages are counted in their stripe. Knows no query and n
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,21 +97,19 @@ class Queue:
 
     def pages_of(self, piece: Any, tile: Any) -> tuple[Any, Any]:
         """Return the pages of a tile that a piece sees."""
-        begin = tile * self.sizes.block_pages
-        end = begin + self.sizes.block_pages
-        return jnp.maximum(self.pieces.begins[piece], begin), jnp.minimum(self.end_page(piece), end)
+        begin = self.pieces.begins[piece] + tile * self.sizes.block_pages
+        return begin, jnp.minimum(self.end_page(piece), begin + self.sizes.block_pages)
 
-    def tiles_of(self, piece: Any) -> tuple[Any, Any]:
-        """Return the tiles that a piece sees."""
-        block_pages = self.sizes.block_pages
-        begin = _divided(self.pieces.begins[piece], block_pages)
-        return begin, _divided(self.end_page(piece) + block_pages - 1, block_pages)
+    def num_tiles(self, piece: Any) -> Any:
+        """Return how many tiles a piece sees: the first begins where the piece does."""
+        num_pages = self.end_page(piece) - self.pieces.begins[piece]
+        return _divided(num_pages + self.sizes.block_pages - 1, self.sizes.block_pages)
 
     def begin(self) -> None:
         """Start the copies of the first tiles, all that there is room for but one."""
         first = self.pieces.following[0]
         self.cursor[_PIECE] = first
-        self.cursor[_TILE] = self.tiles_of(first)[0]
+        self.cursor[_TILE] = 0
         self.cursor[_FILL] = 0
         self.cursor[_DRAIN] = 0
         self.cursor[_SLOT] = 0
@@ -143,16 +140,14 @@ class Queue:
             pl.when(is_next)(lambda: self._take_rows(part))
         row = _divided(own, sizes.pieces_per_seq) - part * sizes.part_seqs
         base = self.cursor[_SLOT] * sizes.part_pages + row * max_pages
-        first, count = tile * sizes.block_pages, math.gcd(sizes.block_pages, max_pages)
-        column = first - _divided(first, max_pages) * max_pages
         begin, end = self.pages_of(piece, tile)
+        first = (begin - _divided(begin, max_pages) * max_pages).astype(jnp.uint32)
         has_holes = self.pieces.holed[piece] != 0
         for place in range(sizes.block_pages):
-            if place and place % count == 0:
-                column = jnp.where(column + count == max_pages, 0, column + count)
-            index = self.rows[base + column + place % count]
-            is_seen = _is_below(place - (begin - first), end - begin)
-            is_started = is_seen & _is_below(index, sizes.num_pages)
+            # A row that ends begins anew: without sign, what would be negative is the larger of the two.
+            column = first + place % max_pages
+            index = self.rows[base + jnp.minimum(column, column - max_pages).astype(jnp.int32)]
+            is_started = (place < end - begin) & _is_below(index, sizes.num_pages)
             for array, tile_ref, semaphore in self._pairs(buffer, place):
                 pages = array.at[pl.ds(self.offset[0], sizes.num_pages)]
                 pl.when(is_started)(pltpu.make_async_copy(pages.at[index], tile_ref, semaphore).start)
@@ -160,17 +155,17 @@ class Queue:
 
         self.holes[buffer] = 0
         self.copies[buffer] = end - begin
-        is_last = tile + 1 >= self.tiles_of(piece)[1]
+        is_last = tile + 1 >= self.num_tiles(piece)
         following = self.pieces.following[jnp.minimum(piece + 1, sizes.num_pieces)]
         self.cursor[_PIECE] = jnp.where(is_last, following, piece)
-        self.cursor[_TILE] = jnp.where(is_last, self.tiles_of(following)[0], tile + 1)
+        self.cursor[_TILE] = jnp.where(is_last, 0, tile + 1)
         self.cursor[_FILL] = self._next(buffer)
 
         def leave_out():
             def look(place, carry):
                 index = self.rows[base + jax.lax.rem(place, max_pages)]
                 is_hole = ~_is_below(index, sizes.num_pages)
-                pl.when(is_hole)(functools.partial(self._leave_out, buffer, place - first))
+                pl.when(is_hole)(functools.partial(self._leave_out, buffer, place - begin))
                 return carry
 
             jax.lax.fori_loop(begin, end, look, 0)

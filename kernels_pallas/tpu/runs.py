@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from kernels_pallas.tpu.nibbles import MIDDLE
-from kernels_pallas.tpu.parts import LANES, Runs, Stored
+from kernels_pallas.tpu.parts import LANES, Runs
 from kernels_pallas.tpu.sizes import Shape
 
 
@@ -58,20 +58,28 @@ def _chunk_pages(shape: Shape) -> int:
 
 
 def scales_of_runs(
-    tiles: Stored, buffer: Any, spread: Spread, shape: Shape, block: int
+    scale: Array, zero: Array, spread: Spread, shape: Shape
 ) -> tuple[list[Array], list[Array]]:
-    """Return the scales of each run of entries less `MIDDLE`, and its shifts, `[kv_head, 1, token]`."""
+    """Return the scales of each run of entries less `MIDDLE`, and its shifts, `[kv_head, 1, token]`.
+
+    Args:
+        scale: bfloat16 `[kv_head, page, row, 128]`.
+        zero: the same.
+        spread: from `spread_of`.
+        shape: of the call.
+    """
     runs, num_arrays = shape.runs, 2 * shape.num_kv_heads
     assert runs is not None
-    rows = [ref[buffer].astype(jnp.float32).reshape(-1, LANES) for ref in (tiles.scale, tiles.zero)]
+    num_tokens = scale.shape[1] * shape.page_size
+    rows = [array.astype(jnp.float32).reshape(-1, LANES) for array in (scale, zero)]
     rows = jnp.concatenate(rows, axis=0).astype(jnp.bfloat16)
     patterns = [
         _chunks_of(rows, spread.lanes[pattern], spread.rows[pattern], num_arrays)
         for pattern in range(spread.lanes.shape[0])
     ]
     chunks = []
-    for lane in range(0, block, LANES):
-        place, rest = divmod(lane, block // shape.share)
+    for lane in range(0, num_tokens, LANES):
+        place, rest = divmod(lane, num_tokens // shape.share)
         page, begin = divmod(rest, shape.column)
         pattern = (place * shape.column + begin) // min(LANES, shape.column)
         chunks.append(patterns[pattern][page // _chunk_pages(shape)])

@@ -10,20 +10,26 @@ from kernels_pallas.paged_attention.contract import Tiling
 from kernels_pallas.tpu.parts import LANES, SUBLANES, Part, Runs
 
 # Bytes of a decode's tile: a v6e reads them in 1.9 us, three times what a copy takes to begin; an eighth of
-# it is what a tile costs however long it is, some 400 cycles. Wider steps spread these over rows: half does.
-_TILE_BYTES = 3 * 2**20
-# Tiles of the longest row, at least: all of its last one is computed, however little of it is seen, and of a
-# window's first one too.
-_LEAST_TILES, _LEAST_WINDOW_TILES = 2, 4
+# it is what a tile costs however long it is, some 400 cycles. That grows with rows: a decode's tile with as
+# many as `_WIDE_ROWS` is longer. Steps of several tokens spread it, so that half does.
+_TILE_BYTES, _WIDE_TILE_BYTES, _WIDE_ROWS = 3 * 2**20, 5 * 2**20, 64
+# Bytes that are on their way, and tiles that they are, where tiles are short.
+_BYTES_AHEAD, _MAX_BUFFERS = 3 * 2**20, 12
+# Tiles of the longest row, at least: all of its last one is computed, however little of it is seen.
+_LEAST_TILES = 2
 # Rows of logits computed at once, of several heads where a head has fewer, and bytes of queries that a step
 # of the grid brings in.
 MAX_ROWS, _STEP_BYTES = 512, 2**19
 # Rows of 128 lanes of all heads' queries at most: with their sums and sinks they take 14 to 22 MiB.
 _MAX_HEAD_ROWS = 2**12
 # Tokens of a tile at most, and logits of a head in it.
-_MAX_BLOCK, _MAX_LOGITS = 4096, 2**18
-# Tokens of a tile that are multiplied at once, and rows of queries that become integers, at most.
-_CHUNK_TOKENS, _MOST_INT8_ROWS = 1024, 32
+_MAX_BLOCK, _MAX_BLOCK_LOGITS = 4096, 2**19
+# Tokens of a tile that are multiplied at once, and logits of a head in them, at most.
+_MAX_CHUNK, _MAX_CHUNK_LOGITS = 1024, 2**17
+# Logits of several chunks that become weights at once, at most.
+_MAX_TURN_LOGITS = 2**14
+# Rows of queries that become integers, at most.
+_MOST_INT8_ROWS = 32
 # Digits, of 8 bits and either sign, of queries that are multiplied with integers.
 DIGITS = 3
 # Pages of a tile at most, where none is asked for: the copies of each are in the program.
@@ -180,13 +186,16 @@ class Sizes:
         """Pages of a tile that are multiplied at once: of larger chunks the loads go by way of VMEM."""
         least = math.lcm(self.shape.page_size, LANES * self.shape.share)
         counts = [count for count in range(1, self.block // least + 1) if self.block % (count * least) == 0]
-        most = max([counts[0], *(count for count in counts if count * least <= _CHUNK_TOKENS)])
+        most = max([counts[0], *(count for count in counts if count * least <= _chunk_tokens(self.rows))])
         return most * least // self.shape.page_size
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks of a tile."""
-        return self.block_pages // self.chunk_pages
+    def turns(self) -> list[range]:
+        """Chunks of a tile whose logits become weights at once: of few rows several, for turns wait."""
+        num_chunks = self.block_pages // self.chunk_pages
+        logits = self.batch_heads * self.rows * self.chunk_pages * self.shape.page_size
+        count = max(1, _MAX_TURN_LOGITS // logits)
+        return [range(i, min(i + count, num_chunks)) for i in range(0, num_chunks, count)]
 
     def has_int8_product(self, part: Part) -> bool:
         """Whether the integers of a pool of keys are multiplied as such, by the digits of queries.
@@ -197,6 +206,15 @@ class Sizes:
         is_whole = part.entry == "number" and part.dtype == jnp.int8 and self.shape.column % 32 == 0
         is_rounded = self.shape.multiplies_int8 and self.shape.operand_dtype == jnp.bfloat16
         return is_whole and is_rounded and self.rows <= _MOST_INT8_ROWS
+
+    def operand_dtype(self, part: Part) -> Any:
+        """Return what entries of a pool of keys are multiplied as."""
+        return jnp.int8 if self.has_int8_product(part) else self.shape.operand_dtype
+
+    def query_rows(self, part: Part) -> int:
+        """Return the rows of a head's queries for a pool of keys: digits, at each place in a row of lanes."""
+        num_places = 1 if part.scaling == "channels" else part.columns.share
+        return num_places * (DIGITS if self.has_int8_product(part) else 1) * self.rows
 
     @property
     def batch_heads(self) -> int:
@@ -239,6 +257,11 @@ def sizes_of(shape: Shape, num_pages: int, tiling: Tiling) -> Sizes:
     )
 
 
+def _chunk_tokens(rows: int) -> int:
+    """Return the most tokens of a tile that are multiplied at once, with so many rows of queries."""
+    return min(_MAX_CHUNK, _MAX_CHUNK_LOGITS // rows)
+
+
 def _part_seqs(shape: Shape) -> int:
     """Return the rows of the page table in a part: all, or as many as leave room for another part."""
     most = SMEM_BYTES // (4 * shape.max_pages)
@@ -258,19 +281,27 @@ def block_tokens(shape: Shape, tiling: Tiling) -> int:
 def tiling_for(shape: Shape, *, window: int | None) -> Tiling:
     """Return the tiling that a call gets where none is given and none was found by trying.
 
-    A tile is as long as its bytes may be, but a small part of what a query may see.
+    A tile is as long as its bytes may be, but a small part of what a query may see; or all tiles of a window
+    are as long.
     """
     most_rows = min(MAX_ROWS, _MAX_HEAD_ROWS // (shape.num_kv_heads * shape.num_parts))
     query_tokens = max(1, most_rows // shape.group)
     rows = min(shape.time, query_tokens) * shape.group
-    most = min(_MAX_BLOCK, _MAX_LOGITS // rows, _MAX_PAGES * shape.page_size)
+    most = min(_MAX_BLOCK, _MAX_BLOCK_LOGITS // rows, _MAX_PAGES * shape.page_size)
     longest = longest_seen(shape, window=window)
-    tile_bytes = _TILE_BYTES if shape.time == 1 else _TILE_BYTES // 2
-    least = _LEAST_TILES if window is None else _LEAST_WINDOW_TILES
-    of_tile = min(tile_bytes // shape.token_bytes, longest // least)
-    block = min(most, max(LANES, of_tile), longest)
-    block -= block % _CHUNK_TOKENS if block > _CHUNK_TOKENS else 0
-    return Tiling(block, query_tokens, num_buffers=3)
+    tile_bytes = _TILE_BYTES // 2
+    if shape.time == 1:
+        tile_bytes = _WIDE_TILE_BYTES if rows >= _WIDE_ROWS else _TILE_BYTES
+    of_tile = max(LANES, tile_bytes // shape.token_bytes)
+    if window is None:
+        block = min(most, max(LANES, min(of_tile, longest // _LEAST_TILES)))
+        chunk = _chunk_tokens(rows)
+        block -= block % chunk if block > chunk else 0
+    else:
+        block = -(-longest // -(-longest // min(most, of_tile)))
+    in_bytes = block_tokens(shape, Tiling(block)) * shape.token_bytes
+    num_buffers = 1 + max(2, min(_MAX_BUFFERS - 1, -(-_BYTES_AHEAD // in_bytes)))
+    return Tiling(min(block, longest), query_tokens, num_buffers=num_buffers)
 
 
 def longest_seen(shape: Shape, *, window: int | None) -> int:
@@ -313,9 +344,8 @@ def _vmem_bytes(sizes: Sizes) -> int:
     shape, value_lanes = sizes.shape, sizes.shape.values.lanes
     # A row's query, its unit, padded, and its output, of two steps; its sink, twice, padded; its three sums.
     query_bytes = sum(
-        part.lanes * DIGITS + LANES * 4
-        if sizes.has_int8_product(part)
-        else part.lanes * jnp.dtype(shape.operand_dtype).itemsize
+        sizes.query_rows(part) // sizes.rows * part.lanes * jnp.dtype(sizes.operand_dtype(part)).itemsize
+        + (LANES * 4 if sizes.has_int8_product(part) else 0)
         for part in shape.keys
     )
     step_bytes = query_bytes + value_lanes * jnp.dtype(shape.query_dtype).itemsize

@@ -4,9 +4,6 @@ Weights of slots that share a row, and of runs of channels, are multiplied one b
 product those lanes are kept that are its own. Knows the pool of values and some of its heads; no mask.
 """
 
-import functools
-from collections.abc import Iterable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -14,44 +11,32 @@ from jaxtyping import Array, Float
 from kernels_pallas.tpu.logits import products
 from kernels_pallas.tpu.parts import Part
 
-# Of each run of channels, or of all: `[head, row, token]`, the slots of a column beside those before it.
-_Weights = list[Array]
-
 
 def weighted_sum(
-    part: Part, chunks: Iterable[tuple[_Weights, Float[Array, "head place lane"]]], shifts: list[Array]
+    part: Part,
+    weights: list[Float[Array, "head row token"]],
+    values: Float[Array, "head place lane"],
+    shifts: list[Float[Array, "head row 1"]],
 ) -> Float[Array, "head row lane"]:
-    """Return the sum of the values of all chunks, each column's in its lanes.
+    """Return the sum of values, each column's in its lanes.
 
     Args:
         part: the pool.
-        chunks: the weights of a chunk and its values.
-        shifts: what is to be added for each run, `[head, row, 1]`, where runs have shifts.
+        weights: of each run of channels, or of all; the slots of a column beside those before it.
+        values: of these slots.
+        shifts: what is to be added for each run, where runs have shifts.
     """
-    sums = [_sums_of_chunk(part, *chunk) for chunk in chunks]
-    totals = [functools.reduce(jnp.add, of_half) for of_half in zip(*sums, strict=True)]
-    count = len(shifts) // part.halves
-    return jnp.concatenate(
-        [
-            _in_lanes(part, total, shifts[half * count : (half + 1) * count])
-            for half, total in enumerate(totals)
-        ],
-        axis=-1,
-    )
-
-
-def _sums_of_chunk(part: Part, weights: _Weights, values: Array) -> list[Array]:
-    """Return the sums of each half for all columns and runs, `[head, column, run, row, lane]`."""
-    share, count = part.columns.share, len(weights) // part.halves
+    count, share = len(weights) // part.halves, part.columns.share
     width, lanes = values.shape[1], values.shape[2] // part.halves
     sums = []
     for half in range(part.halves):
-        own = weights[half * count : (half + 1) * count]
-        stacked = [run[:, :, i * width : (i + 1) * width] for i in range(share) for run in own]
+        of_runs = slice(half * count, (half + 1) * count)
+        stacked = [run[:, :, i * width : (i + 1) * width] for i in range(share) for run in weights[of_runs]]
         left = jnp.concatenate(stacked, axis=1).astype(values.dtype)
         total = products("hrs,hsd->hrd", left, values[:, :, half * lanes : (half + 1) * lanes])
-        sums.append(total.reshape(total.shape[0], share, count, -1, lanes))
-    return sums
+        total = total.reshape(total.shape[0], share, count, -1, lanes)
+        sums.append(_in_lanes(part, total, shifts[of_runs]))
+    return jnp.concatenate(sums, axis=-1)
 
 
 def _in_lanes(part: Part, sums: Array, shifts: list[Array]) -> Array:

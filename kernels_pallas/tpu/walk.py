@@ -12,6 +12,8 @@ and the sums of one piece. SMEM: pieces, two parts of the page table, the queue'
 
 import dataclasses
 import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -37,12 +39,13 @@ from kernels_pallas.tpu.pieces import (
 )
 from kernels_pallas.tpu.queue import CURSOR, Queue
 from kernels_pallas.tpu.runs import Spread, scales_of_runs, spread_of
-from kernels_pallas.tpu.sizes import DIGITS, VMEM_BYTES, Sizes, tile_shapes
+from kernels_pallas.tpu.sizes import VMEM_BYTES, Sizes, tile_shapes
 from kernels_pallas.tpu.slot_runs import decoded, own_logits
 from kernels_pallas.tpu.sums import weighted_sum
 
 # Below every logit of finite keys; finite, so that differences of two are numbers.
 _LOWEST = -(2.0**127)
+_LOG2_E = math.log2(math.e)
 _FP8: dict[str, Any] = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
@@ -137,9 +140,10 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
     )
     spread = jax.tree.map(lambda array: of_call(*array.shape), spread_of(shape))
     queries = tuple(
-        Query(of_step(DIGITS * sizes.rows, part.lanes), of_step(sizes.rows, 1))
-        if sizes.has_int8_product(part)
-        else Query(of_step(sizes.rows, part.lanes))
+        Query(
+            of_step(sizes.query_rows(part), part.lanes),
+            of_step(sizes.rows, 1) if sizes.has_int8_product(part) else None,
+        )
         for part in shape.keys
     )
     own = Own(of_step(sizes.rows, sizes.own_lanes), of_step(sizes.own_keys, sizes.own_lanes))
@@ -244,8 +248,8 @@ def _kernel(
         row_semaphores_ref,
     )
 
-    def clear(data, columns, span, buffer, begin, end):
-        """Zero what a tile holds outside slots [begin, end), of runs what is not whole: 0 * NaN is NaN."""
+    def clear(data, columns, span, buffer, end):
+        """Zero what a tile holds from slot `end` on, of runs what is not whole: 0 * NaN is NaN."""
         num_rows = columns.num_rows
         slot = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0)
         lane = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
@@ -254,25 +258,19 @@ def _kernel(
         wide = jnp.int32 if data.dtype == jnp.uint8 else jnp.float32
 
         def clear_page(page, carry):
-            first = page * page_size
-
-            @pl.when((first < begin) | (first + page_size > end))
-            def _():
-                is_kept = (slot + span > begin - first) & (slot + span <= end - first)
-                for head in range(shape.num_kv_heads):
-                    for row in range(0, columns.num_parts * num_rows, num_rows):
-                        entries = data[buffer, head, page, pl.ds(row, num_rows)]
-                        kept = jnp.where(is_kept, entries.astype(wide), jnp.zeros((), wide))
-                        data[buffer, head, page, pl.ds(row, num_rows)] = kept.astype(entries.dtype)
-
+            is_kept = slot + span <= end - page * page_size
+            for head in range(shape.num_kv_heads):
+                for row in range(0, columns.num_parts * num_rows, num_rows):
+                    entries = data[buffer, head, page, pl.ds(row, num_rows)]
+                    kept = jnp.where(is_kept, entries.astype(wide), jnp.zeros((), wide))
+                    data[buffer, head, page, pl.ds(row, num_rows)] = kept.astype(entries.dtype)
             return carry
 
-        jax.lax.fori_loop(0, block_pages, clear_page, 0)
+        jax.lax.fori_loop(jax.lax.div(end, page_size), block_pages, clear_page, 0)
 
-    def clear_edges(piece, tile, buffer):
+    def clear_end(piece, tile, buffer):
         """Zero what a dead slot would spoil: all of a weighted sum, or the slot that shares its row."""
-        begin = pieces.begins[piece] * page_size - tile * block
-        end = pieces.ends[piece] - tile * block
+        end = pieces.ends[piece] - first_page(piece, tile) * page_size
         for index, part in enumerate(shape.parts):
             # Integers are never NaN, and scales of dead slots are dropped; those of runs share rows.
             arrays, columns, length = [], part.columns, span if part.scaling == "slots" else 1
@@ -281,18 +279,25 @@ def _kernel(
             elif part.dtype != jnp.int8 and (index == shape.value or columns.share > 1):
                 arrays = [tiles[index].data]
             for array in arrays:
-                call = functools.partial(clear, array, columns, length, buffer, begin, end)
-                pl.when((begin > 0) | (end < block))(call)
+                pl.when(end < block)(functools.partial(clear, array, columns, length, buffer, end))
+
+    def first_page(piece, tile):
+        """Return the first page of a tile, of those of the stripe."""
+        return pieces.begins[piece] + tile * block_pages
+
+    chunk_pages, chunk_tokens = sizes.chunk_pages, sizes.chunk_pages * page_size
 
     def slots():
-        """Return the slots of a tile in the order of the logits' lanes: by their column in a page."""
-        place = jax.lax.broadcasted_iota(jnp.int32, (1, block // share), 1)
+        """Return the slots of a tile in the order of logits: of each chunk by their column in a page."""
+        place = jax.lax.broadcasted_iota(jnp.int32, (1, chunk_tokens // share), 1)
         if shape.is_paired:
             within = jax.lax.rem(place, column)
             place += shape.row_of(within) - within
         if share > 1:
             place += jax.lax.div(place, column) * (page_size - column)
-        return jnp.concatenate([place + i * column for i in range(share)], axis=1)
+        begins = range(0, block, chunk_tokens)
+        places = [place + begin + i * column for begin in begins for i in range(share)]
+        return jnp.concatenate(places, axis=1)
 
     def tokens():
         """Return how many tokens after the tile's first its slots are: of a stripe it has not all pages."""
@@ -312,9 +317,9 @@ def _kernel(
         tokens_ref[...] = tokens()
 
     def numbers(index, buffer, heads, chunk, dtype, starts=None):
-        """Return entries of a chunk as what is multiplied, in the order of `slots`, `[head, row, lane]`."""
+        """Return entries of a chunk as what is multiplied, in the order of logits, `[head, row, lane]`."""
         part, loaded = shape.parts[index], []
-        begin, end = chunk * sizes.chunk_pages, (chunk + 1) * sizes.chunk_pages
+        begin, end = chunk * chunk_pages, (chunk + 1) * chunk_pages
         for page in range(begin, end):
             loaded.append(tiles[index].data[buffer, heads, pl.ds(page, 1)])
             if starts is not None:
@@ -323,7 +328,7 @@ def _kernel(
         if part.entry == "int4":
             halves = nibbles(entries, part, is_paired=shape.is_paired)
             if part.scaling == "slots":
-                of_runs = (ref[buffer, heads, pl.ds(begin, sizes.chunk_pages)] for ref in tiles[index][1:])
+                of_runs = (ref[buffer, heads, pl.ds(begin, chunk_pages)] for ref in tiles[index][1:])
                 halves = decoded(part, halves, *of_runs, is_paired=shape.is_paired, dtype=dtype)
         else:
             halves = [pltpu.bitcast(entries, _FP8[part.entry]) if part.entry in _FP8 else entries]
@@ -343,44 +348,32 @@ def _kernel(
             axis=2,
         )
 
-    column_lanes, chunk_lanes = block // share, sizes.chunk_pages * page_size // share
-
-    def of_chunk(array, chunk):
-        """Return what a chunk's slots have of lanes in the order of `slots`."""
-        begins = range(chunk * chunk_lanes, block, column_lanes)
-        return jnp.concatenate([array[..., begin : begin + chunk_lanes] for begin in begins], axis=-1)
-
-    def of_chunks(chunks):
-        """Return lanes in the order of `slots` of what chunks have of them."""
-        begins = range(0, share * chunk_lanes, chunk_lanes)
-        lanes = [chunk[..., begin : begin + chunk_lanes] for begin in begins for chunk in chunks]
-        return jnp.concatenate(lanes, axis=-1)
-
-    def scales(index, buffer) -> tuple[list[Any], list[Any]]:
-        """Return scales and shifts of all heads in the order of the logits' lanes, `[kv_head, 1, token]`.
+    def scales(index, buffer, chunk) -> tuple[list[Any], list[Any]]:
+        """Return scales and shifts of a chunk, of all heads in the order of logits, `[kv_head, 1, token]`.
 
         One of each for each run of channels; elsewhere one scale, or None, and no shift.
         """
-        part, num_chunks = shape.parts[index], block // LANES
+        part, rows_of_lanes = shape.parts[index], range(chunk_tokens // LANES)
         match part.scaling:
             case "channels":
                 assert spread is not None
-                return scales_of_runs(tiles[index], buffer, spread, shape, block)
+                pages = pl.ds(chunk * chunk_pages, chunk_pages)
+                return scales_of_runs(*(ref[buffer, :, pages] for ref in tiles[index][1:]), spread, shape)
             case "head":
-                return [jnp.concatenate([pools[index].scale[...]] * num_chunks, axis=-1)], []
+                return [jnp.concatenate([pools[index].scale[...] for _ in rows_of_lanes], axis=-1)], []
             case "token":
-                chunks = [scale_lanes(tiles[index].scale, buffer, chunk) for chunk in range(num_chunks)]
-                return [jnp.concatenate(chunks, axis=-1)[:, None]], []
+                lanes = [scale_lanes(tiles[index].scale, buffer, chunk, row) for row in rows_of_lanes]
+                return [jnp.concatenate(lanes, axis=-1)[:, None]], []
             case _:
                 return [None], []
 
-    def scale_lanes(scale_ref, buffer, chunk):
-        """Return the scales of the slots of 128 logits, `[kv_head, 128]`."""
+    def scale_lanes(scale_ref, buffer, chunk, row_of_lanes):
+        """Return the scales of the slots of 128 logits of a chunk, `[kv_head, 128]`."""
         lane = jax.lax.broadcasted_iota(jnp.int32, (shape.num_kv_heads, LANES), 1)
         num_rows, joined = max(1, page_size // LANES), jnp.zeros((), jnp.float32)
         for begin in range(0, LANES, column):
-            place, rest = divmod(chunk * LANES + begin, block // share)
-            page, slot = rest // column, place * column + rest % column
+            place, rest = divmod(row_of_lanes * LANES + begin, chunk_tokens // share)
+            page, slot = chunk * chunk_pages + rest // column, place * column + rest % column
             row, first = divmod(slot, LANES)
             rows = pl.ds(row, shape.num_kv_heads, stride=num_rows) if num_rows > 1 else slice(None)
             taken = scale_ref[buffer, page, rows]
@@ -390,86 +383,100 @@ def _kernel(
         return joined
 
     def attend(index, piece, tile, buffer, starts):
-        """Take a tile into the sums of a piece."""
-        position = (tile * block_pages * stride_ref[0] + first_page_ref[0]) * page_size + tokens_ref[...]
-        # Row `token * group + head` sees places up to its token's, compared in rows: nothing is divided.
-        past = (position - pieces.starts[piece]) * shape.group
-        past = jnp.where(position < pieces.firsts[piece], HIDDEN, past)
-        row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, block), 0)
-        is_seen = past <= row
-        if options.window is not None:
-            is_seen &= past + options.window * shape.group > row
-        # A query sees a run that ends before its token by its scales, and its own as it was given.
-        run_past = ((position | (span - 1)) - pieces.starts[piece]) * shape.group
-        is_own = run_past + shape.group > row
-        part_scales = [scales(part, buffer) for part in range(len(shape.parts))]
-        value_scales, shifts = part_scales[shape.value]
-        if shape.values.scaling is not None:
-            is_live = past < pieces.lens[piece] * shape.group
-            if options.window is not None:
-                is_live &= past + options.window * shape.group > 0
-            value_scales, shifts = (
-                [jnp.where(is_live, scale, 0.0) for scale in scales] for scales in (value_scales, shifts)
-            )
+        """Take a tile into the sums of a piece, some chunks after others.
+
+        Products go in the order of the program: those of the next keys come before what waits for the last.
+        """
         batch = sizes.batch_heads
 
-        def summed_logits(heads, own):
-            """Return the logits of some heads, the sum over the pools of keys."""
-            parts = [part_logits(part, heads, own) for part in range(shape.num_keys)]
-            if own_refs is not None:
-                take_own(heads)
-                parts = [jnp.where(is_own[None], own_ref[...], *parts)]
-            return functools.reduce(jnp.add, parts) * options.scale
+        def lanes_of(chunk):
+            return pl.ds(chunk * chunk_tokens, chunk_tokens)
 
-        def part_logits(index_of_part, heads, own):
+        def positions(lanes):
+            page = first_page(piece, tile) * stride_ref[0] + first_page_ref[0]
+            return page * page_size + tokens_ref[:, lanes]
+
+        def places(chunk):
+            """Return where tokens are among rows, `token * group + head`, which see what is up to them."""
+            position = positions(lanes_of(chunk))
+            past = (position - pieces.starts[piece]) * shape.group
+            return jnp.where(position < pieces.firsts[piece], HIDDEN, past)
+
+        def logits_of_chunk(chunk, heads, own):
+            """Return the logits of some heads, the sum over the pools of keys, for powers of two."""
+            dims = sizes.rows, chunk_tokens
+            past, row = jnp.broadcast_to(places(chunk), dims), jax.lax.broadcasted_iota(jnp.int32, dims, 0)
+            # A single token's rows see the same, of a window what is not before `firsts`.
+            is_seen = past <= (0 if sizes.query_tokens == 1 else row)
+            if options.window is not None and sizes.query_tokens > 1:
+                is_seen &= past + options.window * shape.group > row
+            parts = [logits_of_part(part, chunk, heads, own) for part in range(shape.num_keys)]
+            if own_refs is not None:
+                # A query sees a run that ends before its token by its scales, and its own as it was given.
+                run_end = positions(lanes_of(chunk)) | (span - 1)
+                is_own = (run_end - pieces.starts[piece] + 1) * shape.group > row
+                parts = [jnp.where(is_own[None], own_ref[:, :, lanes_of(chunk)], *parts)]
+            logits = functools.reduce(jnp.add, parts)
+            if options.soft_cap is None:
+                logits *= options.scale * _LOG2_E
+            else:
+                logits = jnp.tanh(logits * (options.scale / options.soft_cap)) * (options.soft_cap * _LOG2_E)
+            return jnp.where(is_seen[None], logits, -jnp.inf)
+
+        def logits_of_part(index_of_part, chunk, heads, own):
             """Return the logits of some heads by one pool."""
-            part, chunks = shape.parts[index_of_part], []
+            part = shape.parts[index_of_part]
             query = jax.tree.map(lambda ref: ref[index, heads], query_refs[index_of_part])
-            dtype = jnp.int8 if sizes.has_int8_product(part) else shape.operand_dtype
-            for chunk in range(sizes.num_chunks):
-                entries = numbers(index_of_part, buffer, heads, chunk, dtype)
-                factors = [
-                    [array if array is None else of_chunk(array[own], chunk) for array in arrays]
-                    for arrays in part_scales[index_of_part]
-                ]
-                chunks.append(logits_of(part, query, entries, *factors))
-            return of_chunks(chunks)
+            entries = numbers(index_of_part, buffer, heads, chunk, sizes.operand_dtype(part))
+            factors = scales(index_of_part, buffer, chunk)
+            return logits_of(part, query, entries, *jax.tree.map(lambda factor: factor[own], factors))
 
         def take_own(heads):
             """Put the logits of own runs where their slots are in the tile, if any is."""
             begin = pieces.starts[piece] - jax.lax.rem(pieces.starts[piece], span)
-            last_page = ((tile + 1) * block_pages - 1) * stride_ref[0] + first_page_ref[0]
+            last_page = (first_page(piece, tile) + block_pages - 1) * stride_ref[0] + first_page_ref[0]
 
             @pl.when((last_page + 1) * page_size > begin)
             def _():
                 end = pieces.starts[piece] + pieces.lens[piece]
                 query, keys = own_refs.query[index, heads], own_refs.keys[index, heads]
-                own_ref[...] = own_logits(query, keys, begin, end, position)
+                own_ref[...] = own_logits(query, keys, begin, end, positions(slice(None)))
+
+        def value_factors(chunk, own):
+            """Return scales and shifts of values, 0 where no query sees them: there they may be NaN."""
+            if shape.values.scaling is None:
+                return [None], []
+            past = places(chunk)
+            is_live = past < pieces.lens[piece] * shape.group
+            if options.window is not None:
+                is_live &= past + options.window * shape.group > 0
+            factors = scales(shape.value, buffer, chunk)
+            return jax.tree.map(lambda factor: jnp.where(is_live, factor, 0.0)[own], factors)
 
         def take_heads(first):
             heads, own = pl.ds(first, batch), slice(first, first + batch)
-            logits = summed_logits(heads, own)
-            if options.soft_cap is not None:
-                logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-            logits = jnp.where(is_seen[None], logits, -jnp.inf)
-            last_peak = peak_ref[heads]
-            peak = jnp.maximum(last_peak, jnp.max(logits, axis=-1, keepdims=True))
-            keep = jnp.exp(last_peak - peak)
-            weights = jnp.exp(logits - _repeated(peak, block))
-            added = sum(weights[:, :, lane : lane + LANES] for lane in range(0, block, LANES))
-            scaled = [weights if scale is None else weights * scale[own] for scale in value_scales]
-            added_to = [jnp.sum(weights * shift[own], axis=-1, keepdims=True) for shift in shifts]
+            if own_refs is not None:
+                take_own(heads)
+            peak, total = peak_ref[heads], total_ref[heads]
+            ahead = [logits_of_chunk(chunk, heads, own) for chunk in sizes.turns[0]]
+            for chunks, following in itertools.pairwise([*sizes.turns, []]):
+                logits, last_peak = ahead, peak
+                ahead = [logits_of_chunk(chunk, heads, own) for chunk in following]
+                highest = functools.reduce(jnp.maximum, _rows_of_lanes(logits))
+                peak = jnp.maximum(last_peak, jnp.max(highest, axis=-1, keepdims=True))
+                keep = jnp.exp2(last_peak - peak)
+                weights = [jnp.exp2(of_chunk - _repeated(peak, chunk_tokens)) for of_chunk in logits]
+                total = total * keep + functools.reduce(jnp.add, _rows_of_lanes(weights))
+                sums = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1])
+                for chunk, of_chunk in zip(chunks, weights, strict=True):
+                    factors, shifts = value_factors(chunk, own)
+                    scaled = [of_chunk if factor is None else of_chunk * factor for factor in factors]
+                    shifts = [jnp.sum(of_chunk * shift, axis=-1, keepdims=True) for shift in shifts]
+                    values = numbers(shape.value, buffer, heads, chunk, shape.operand_dtype, starts)
+                    sums += weighted_sum(shape.values, scaled, values, shifts)
+                sum_ref[heads] = sums
             peak_ref[heads] = peak
-            total_ref[heads] = total_ref[heads] * keep + added
-            chunks = (
-                (
-                    [of_chunk(of_run, chunk) for of_run in scaled],
-                    numbers(shape.value, buffer, heads, chunk, shape.operand_dtype, starts),
-                )
-                for chunk in range(sizes.num_chunks)
-            )
-            update = weighted_sum(shape.values, chunks, added_to)
-            sum_ref[heads] = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1]) + update
+            total_ref[heads] = total
 
         for first in range(0, shape.num_kv_heads, batch):
             take_heads(first)
@@ -491,15 +498,15 @@ def _kernel(
             for i in range(1, columns.share):
                 heads += pltpu.roll(sum_ref[head], sum_ref.shape[-1] - i * columns.width, 1)
             if sink_ref is not None:
-                last_peak, sink = peak, sink_ref[head]
+                last_peak, sink = peak, sink_ref[head] * _LOG2_E
                 peak = jnp.maximum(last_peak, sink)
-                keep = jnp.exp(last_peak - peak)
-                total, heads = total * keep + jnp.exp(sink - peak), heads * keep
+                keep = jnp.exp2(last_peak - peak)
+                total, heads = total * keep + jnp.exp2(sink - peak), heads * keep
             # Not `total > 0`: a NaN that a query sees is to be seen.
             is_written = is_row & (total != 0)
             total = jnp.where(is_written, total, 1.0)
             out_ref[index, head] = jnp.where(is_written, heads / total, 0.0).astype(out_ref.dtype)
-            write_log_sum(index, head, jnp.where(is_written, peak + jnp.log(total), -jnp.inf))
+            write_log_sum(index, head, jnp.where(is_written, peak / _LOG2_E + jnp.log(total), -jnp.inf))
 
     def write_log_sum(index, head, log_sum):
         """Lay a column of rows along the lanes."""
@@ -520,7 +527,7 @@ def _kernel(
         def take(tile, carry):
             buffer = queue.take()
             has_holes = holes_ref[buffer] > 0
-            clear_edges(piece, tile, buffer)
+            clear_end(piece, tile, buffer)
             pl.when(has_holes)(lambda: hide(buffer))
             starts = queue.fetch()
             attend(index, piece, tile, buffer, starts)
@@ -534,7 +541,7 @@ def _kernel(
             queue.leave(buffer)
             return carry
 
-        jax.lax.fori_loop(*queue.tiles_of(piece), take, 0)
+        jax.lax.fori_loop(0, queue.num_tiles(piece), take, 0)
         end_piece(index, piece)
         return carry
 
@@ -544,6 +551,13 @@ def _kernel(
         queue.begin()
 
     jax.lax.fori_loop(0, sizes.pieces_per_step, walk_piece, 0)
+
+
+def _rows_of_lanes(arrays: list[Array]) -> list[Array]:
+    """Return arrays 128 lanes by 128."""
+    return [
+        array[..., begin : begin + LANES] for array in arrays for begin in range(0, array.shape[-1], LANES)
+    ]
 
 
 def _repeated(lanes: Array, count: int) -> Array:

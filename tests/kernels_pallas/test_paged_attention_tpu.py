@@ -200,19 +200,22 @@ def test_a_query_that_is_not_a_number_is_seen_where_keys_are_integers():
         ],
     ],
 )
-def test_a_tile_in_several_chunks_is_what_it_is_in_one(
+def test_a_tile_in_several_chunks_and_turns_is_what_it_is_in_one(
     shape: Shape, codec: str, num_chunks: int, monkeypatch
 ):
     arguments, num_pages = encoded(shape, codec)
     tiling = dataclasses.replace(TILING, block_tokens=512)
-    sums = []
-    for tokens, chunks in ((512, 1), (128, num_chunks)):
-        monkeypatch.setattr(sizes, "_CHUNK_TOKENS", tokens)
-        assert sizes.sizes_of(pallas_tpu.shape_of(arguments), num_pages, tiling).num_chunks == chunks
+    sums, in_turn = [], range(num_chunks)
+    cases = (512, 2**14, [range(1)]), (128, 2**14, [in_turn]), (128, 1, [range(i, i + 1) for i in in_turn])
+    for tokens, of_turn, turns in cases:
+        monkeypatch.setattr(sizes, "_MAX_CHUNK", tokens)
+        monkeypatch.setattr(sizes, "_MAX_TURN_LOGITS", of_turn)
+        assert sizes.sizes_of(pallas_tpu.shape_of(arguments), num_pages, tiling).turns == turns
         sums.append(run_kernel(shape, arguments, num_pages, tiling))
         assert not has_races()
-    assert_close(sums[1][0].astype(jnp.float32), sums[0][0].astype(jnp.float32), 2**-8)
-    assert_log_sums_close(sums[1][1], sums[0][1])
+    for out, log_sum in sums[1:]:
+        assert_close(out.astype(jnp.float32), sums[0][0].astype(jnp.float32), 2**-8)
+        assert_log_sums_close(log_sum, sums[0][1])
 
 
 def test_float32_pools_are_multiplied_as_they_are_and_what_has_no_page_is_not_seen():
@@ -260,7 +263,7 @@ def test_4_bit_values_of_a_row_without_one_of_its_pages_are_those_of_the_definit
         ("int4_token", None),
         ("int4_token", (logits, "* scale + sums[run] * shift", "* scale")),
         ("int4_token", (logits, "place * part.place_lanes + run * runs.span", "run * runs.span")),
-        ("int4", (walk, "run_past + shape.group > row", "run_past > row")),
+        ("int4", (walk, "run_end - pieces.starts[piece] + 1", "run_end - pieces.starts[piece]")),
         ("int4", (walk, "slot + span <= end", "slot < end")),
         ("int4", (slot_runs, "own < end", "own <= end")),
         ("int4", (slot_runs, "(own == position)", "(own == position + 1)")),
@@ -300,7 +303,10 @@ def test_pages_written_over_are_not_seen(shape: Shape, width: int):
     "fault",
     [
         None,
-        pytest.param(("+ first_page_ref[0]) * page_size", ") * page_size"), marks=pytest.mark.gate),
+        pytest.param(
+            ("return page * page_size", "return (page - first_page_ref[0]) * page_size"),
+            marks=pytest.mark.gate,
+        ),
         pytest.param(("(stride_ref[0] - 1) * page_size", "0"), marks=pytest.mark.gate),
     ],
 )

@@ -95,13 +95,13 @@ FAULTS: dict[str, Fault] = {
         "tiles.data.at[buffer, :, place]",
         "tiles.data.at[self._next(buffer), :, place]",
     ),
-    "a mask that is off by one": (walk, "is_seen = past <= row", "is_seen = past < row"),
+    "a mask that is off by one": (walk, "is_seen = past <= (", "is_seen = past < ("),
     "a last page that is left out": (queue, "ends[piece] + page_size - 1", "ends[piece]"),
-    "a scale that is wrong by 2 %": (walk, "parts) * options.scale", "parts) * (1.02 * options.scale)"),
+    "a scale that is wrong by 2 %": (walk, "logits *= options.scale", "logits *= 1.02 * options.scale"),
     "a sum that is not rescaled": (
         walk,
-        "sum_ref[heads] * _repeated(keep, sum_ref.shape[-1])",
-        "sum_ref[heads]",
+        "sums = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1])",
+        "sums = sum_ref[heads]",
     ),
 }
 
