@@ -19,6 +19,7 @@ from kernels_pallas.latent_attention.shapes import MODELS as LATENT_MODELS
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention import Pages, Tiling, pallas_tpu, xla
 from kernels_pallas.paged_attention.shapes import MODELS, Shape
+from kernels_pallas.tpu.sizes import Sizes
 from tests.kernels_pallas.models import latent_arguments, model_arguments
 
 ALL_MODELS: dict[str, Shape | LatentShape] = MODELS | LATENT_MODELS
@@ -83,9 +84,9 @@ class Step(NamedTuple):
         """Return the tiling that the kernel takes here."""
         return self.kernel.tiling_for(self.arguments, window=self.shape.window)
 
-    def block_tokens(self, tiling: Tiling) -> int:
-        """Return the tokens of a tile."""
-        return self.kernel.block_tokens(self.arguments, window=self.shape.window, tiling=tiling)
+    def sizes_of(self, tiling: Tiling) -> Sizes:
+        """Return how the kernel cuts the work."""
+        return self.kernel.sizes_of(self.arguments, self.num_pages, window=self.shape.window, tiling=tiling)
 
 
 def step_of(model: str, codec: str) -> Step:

@@ -76,7 +76,7 @@ def _end(bundles: list[Bundle], begin: int, region: str) -> int | None:
 
 
 def tile_cycles(bundles: list[Bundle]) -> int:
-    """Return the cycles of a tile: of its loop."""
+    """Return the cycles of a tile, or of those that are attended to at once: of their loop."""
     kept = taken(bundles)
     products = [i for i, bundle in enumerate(kept) if "vmatpush" in bundle.text]
     depth, begin, end = kept[products[0]].depth, products[0], products[-1]
@@ -103,7 +103,8 @@ def own_share(step: Step, tiling: Tiling, machine: str, folder: Path) -> float:
     """Return the cycles of a tile of this library's kernel for each cycle of its copies."""
     arguments = step.arguments, step.sinks
     listing = compiled_bundles(step.call("pallas_tpu", tiling), arguments, machine, "jkv_", folder)
-    pages = step.block_tokens(tiling) // step.shape.page_size
+    sizes = step.sizes_of(tiling)
+    pages = sizes.block_pages * sizes.pieces_at_once
     return _share(tile_cycles(bundles_of(listing)), pages * step.page_bytes, machine)
 
 
@@ -165,7 +166,7 @@ def main() -> None:
                 shares += [
                     jax_share(peer, model, codec, machine, folder) for peer in peers for codec in codecs
                 ]
-                tokens = " / ".join(str(step.block_tokens(tiling)) for step, tiling in pairs)
+                tokens = " / ".join(str(step.sizes_of(tiling).block) for step, tiling in pairs)
                 cells = ["-" if share is None else f"{share:.2f}" for share in shares]
                 print(f"| {model} | {machine} | {tokens} | " + " | ".join(cells) + " |", flush=True)
 

@@ -37,10 +37,10 @@ def candidates(step: Step, formula: Tiling, buffers: tuple[int, ...]) -> list[Ti
     """Return the formula's tiling, and others that fit, each once."""
     shape = step.kernel.shape_of(step.arguments)
     longest = sizes.longest_seen(shape, window=step.shape.window)
-    tilings = {(step.block_tokens(formula), formula.num_buffers): formula}
+    tilings = {(step.sizes_of(formula).block, formula.num_buffers): formula}
     for tokens, count in itertools.product(_BLOCKS, buffers):
         tiling = dataclasses.replace(formula, block_tokens=min(tokens, longest), num_buffers=count)
-        tilings.setdefault((step.block_tokens(tiling), count), tiling)
+        tilings.setdefault((step.sizes_of(tiling).block, count), tiling)
     return [tiling for tiling in tilings.values() if sizes.vmem_refusal(shape, tiling) is None]
 
 
@@ -51,7 +51,7 @@ def tune(step: Step, chip: tuned.Chip, cost: Callable[[Tiling], float], unit: st
     costs = {}
     for tiling in candidates(step, formula, buffers):
         costs[tiling] = cost(tiling)
-        tokens = step.block_tokens(tiling)
+        tokens = step.sizes_of(tiling).block
         print(f"  {tokens} tokens, {tiling.num_buffers} buffers: {costs[tiling]:.2f} {unit}", flush=True)
     best = min(costs, key=costs.__getitem__)
     found = None

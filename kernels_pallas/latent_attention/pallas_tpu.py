@@ -12,7 +12,7 @@ from kernels_pallas.latent_attention.contract import LatentArguments
 from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.tpu import sizes, tuned
 from kernels_pallas.tpu.parts import part_of, refused_pages
-from kernels_pallas.tpu.sizes import Shape
+from kernels_pallas.tpu.sizes import Shape, Sizes
 from kernels_pallas.tpu.walk import Options, walk
 
 TUNED = Path(__file__).with_name("tuned.yaml")
@@ -38,9 +38,12 @@ def tiling_for(arguments: LatentArguments, *, window: int | None) -> Tiling:
     return tuned.tiling_for(shape_of(arguments), window=window, file=TUNED)
 
 
-def block_tokens(arguments: LatentArguments, *, window: int | None, tiling: Tiling | None = None) -> int:
-    """Return the tokens of a tile."""
-    return sizes.block_tokens(shape_of(arguments), tiling or tiling_for(arguments, window=window))
+def sizes_of(
+    arguments: LatentArguments, num_pages: int, *, window: int | None, tiling: Tiling | None = None
+) -> Sizes:
+    """Return how the work of a call is cut."""
+    tiling = tiling or tiling_for(arguments, window=window)
+    return sizes.sizes_of(shape_of(arguments), num_pages, tiling, window=window)
 
 
 def latent_attention(
@@ -58,14 +61,13 @@ def latent_attention(
     """
     if (why := refusal(arguments, tiling)) is not None:
         raise ValueError(f"latent attention on TPUs cannot run: {why}")
-    tiling = tiling or tiling_for(arguments, window=window)
     return walk(
         (arguments.query, arguments.rope_query),
         (arguments.latents, arguments.ropes),
         arguments[4:8],
         arguments.stripe,
         None,
-        sizes.sizes_of(shape_of(arguments), num_pages, tiling),
+        sizes_of(arguments, num_pages, window=window, tiling=tiling),
         Options("latent_attention", scale, window),
     )
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from kernels_pallas.paged_attention.contract import PagedArguments, Tiling
 from kernels_pallas.tpu import sizes, tuned
 from kernels_pallas.tpu.parts import part_of, refused_pages
-from kernels_pallas.tpu.sizes import Shape
+from kernels_pallas.tpu.sizes import Shape, Sizes
 from kernels_pallas.tpu.walk import Options, walk
 
 TUNED = Path(__file__).with_name("tuned.yaml")
@@ -32,9 +32,12 @@ def tiling_for(arguments: PagedArguments, *, window: int | None) -> Tiling:
     return tuned.tiling_for(shape_of(arguments), window=window, file=TUNED)
 
 
-def block_tokens(arguments: PagedArguments, *, window: int | None, tiling: Tiling | None = None) -> int:
-    """Return the tokens of a tile."""
-    return sizes.block_tokens(shape_of(arguments), tiling or tiling_for(arguments, window=window))
+def sizes_of(
+    arguments: PagedArguments, num_pages: int, *, window: int | None, tiling: Tiling | None = None
+) -> Sizes:
+    """Return how the work of a call is cut."""
+    tiling = tiling or tiling_for(arguments, window=window)
+    return sizes.sizes_of(shape_of(arguments), num_pages, tiling, window=window)
 
 
 def paged_attention(
@@ -55,14 +58,13 @@ def paged_attention(
     if (why := refusal(arguments, tiling)) is not None:
         raise ValueError(f"paged attention on TPUs cannot run: {why}")
     query, keys, values = arguments[:3]
-    tiling = tiling or tiling_for(arguments, window=window)
     return walk(
         (query,),
         (keys, values),
         arguments[3:7],
         arguments.stripe,
         sinks,
-        sizes.sizes_of(shape_of(arguments), num_pages, tiling),
+        sizes_of(arguments, num_pages, window=window, tiling=tiling),
         Options("paged_attention", scale, window, soft_cap),
         arguments.recent,
     )

@@ -14,6 +14,9 @@ from kernels_pallas.tpu.parts import Part, Runs
 from kernels_pallas.tpu.pieces import Query
 from kernels_pallas.tpu.sizes import DIGITS
 
+# What a unit of a v6e sums over, and rows at most that leave it waiting for what it is loaded with.
+_UNIT_DEPTH, _PAIRED_ROWS = 256, 64
+
 
 def logits_of(
     part: Part,
@@ -35,7 +38,7 @@ def logits_of(
     if part.scaling == "channels":
         assert part.runs is not None
         return _logits_of_runs(part, part.runs, query.rows, entries, scales, shifts)
-    shared = products("hrd,hsd->hrs", query.rows, entries)
+    shared = paired_products("hrd,hsd->hrs", query.rows, entries, axis=2)
     logits = jnp.concatenate(jnp.split(shared, part.columns.share, axis=1), axis=-1)
     if query.unit is not None:
         digits = jnp.split(logits, DIGITS, axis=1)
@@ -74,6 +77,29 @@ def _alone(query: Array, begins: list[int], span: int) -> list[Array]:
     wide = query.astype(jnp.float32)
     kept = [jnp.where((lane >= begin) & (lane < begin + span), wide, 0.0) for begin in begins]
     return [alone.astype(query.dtype) for alone in kept]
+
+
+def paired_products(equation: str, left: Array, right: Array, axis: int) -> Array:
+    """Multiply as `products`; of few rows two heads at once, where each would fill half of a unit.
+
+    A v6e's units are 256 deep, and to load them is what takes time: rows of one head have zeros where the
+    other's are.
+
+    Args:
+        equation: of `products`, whose sums are over the last axis of left.
+        left: `[head, row, _]`.
+        right: three axes, of which the first is of heads.
+        axis: of right that is summed over.
+    """
+    num_heads, num_rows, depth = left.shape
+    if num_heads % 2 or depth != _UNIT_DEPTH // 2 or num_rows > _PAIRED_ROWS:
+        return products(equation, left, right)
+    left, right = (array.reshape(num_heads // 2, 2, *array.shape[1:]) for array in (left, right))
+    nothing = jnp.zeros_like(left[:, 0])
+    rows = [left[:, 0], nothing], [nothing, left[:, 1]]
+    joined = jnp.concatenate([jnp.concatenate(pair, axis=2) for pair in rows], axis=1)
+    out = products(equation, joined, jnp.concatenate([right[:, 0], right[:, 1]], axis=axis))
+    return out.reshape(num_heads, num_rows, -1)
 
 
 def products(equation: str, left: Array, right: Array) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention.contract import Stripe
-from kernels_pallas.tpu.parts import Part
+from kernels_pallas.tpu.parts import LANES, Part
 from kernels_pallas.tpu.sizes import DIGITS, Sizes
 
 # Larger than any position, and small enough that a window is added without overflow.
@@ -24,7 +24,7 @@ class Pieces(NamedTuple):
         firsts: the first position that it sees.
         begins: of the pages of the stripe, the first that it sees; 0 where it sees none.
         ends: of the slots of the stripe, the end of those that it sees; the same.
-        following: the next piece that sees any, which may be the piece itself.
+        following: the next piece that has a tile, which may be the piece itself.
         holed: 1 where its sequence sees entries of the table that name no page.
     """
 
@@ -60,12 +60,13 @@ def pieces_of(
     last = stripe.pages_before(jax.lax.div(piece_ends + (page_size - 1), jnp.int32(page_size))) - 1
     filled = piece_ends - (last * stripe.stride + stripe.offset) * page_size
     ends = last * page_size + jnp.minimum(filled, page_size)
-    is_seen = (firsts < piece_ends) & (begins <= last)
+    is_seen = (piece_lens > 0) & (firsts < piece_ends) & (begins <= last)
     begins, ends = jnp.where(is_seen, begins, 0), jnp.where(is_seen, ends, 0)
     holed = jnp.repeat(_has_holes(table, begins, last, is_seen, sizes), sizes.pieces_per_seq)
     padding = (0, sizes.num_pieces + 1 - piece_lens.shape[0])
     index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
-    following = jnp.where(jnp.pad(is_seen, padding), index, sizes.num_pieces)
+    has_tiles = index < sizes.num_pieces if sizes.pieces_at_once > 1 else jnp.pad(is_seen, padding)
+    following = jnp.where(has_tiles, index, sizes.num_pieces)
     given = (piece_starts, piece_lens, firsts, begins, ends)
     arrays = (jnp.pad(array, padding) for array in given)
     following = jax.lax.cummin(following, reverse=True)
@@ -189,11 +190,12 @@ def _rows_of(query: Float[Array, "seq time q_head head_dim"], sizes: Sizes) -> A
     return jnp.pad(rows, ((0, piece_padding), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
 
 
-def sink_rows(sinks: Float[Array, " q_head"], sizes: Sizes) -> Float[Array, "kv_head row 1"]:
-    """Return the sink of each row of queries."""
+def sink_rows(sinks: Float[Array, " q_head"], sizes: Sizes) -> Float[Array, "kv_head row 128"]:
+    """Return the sink of each row of queries, in equal lanes."""
     per_head = sinks.astype(jnp.float32).reshape(-1, 1, sizes.shape.group)
     rows = jnp.tile(per_head, (1, sizes.query_tokens, 1)).reshape(sizes.shape.num_kv_heads, -1, 1)
-    return jnp.pad(rows, ((0, 0), (0, sizes.rows - rows.shape[1]), (0, 0)))
+    rows = jnp.pad(rows, ((0, 0), (0, sizes.rows - rows.shape[1]), (0, 0)))
+    return jnp.broadcast_to(rows, (*rows.shape[:2], LANES))
 
 
 def from_rows(x: Array, sizes: Sizes) -> Array:

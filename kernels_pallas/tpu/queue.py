@@ -101,12 +101,14 @@ class Queue:
         return begin, jnp.minimum(self.end_page(piece), begin + self.sizes.block_pages)
 
     def num_tiles(self, piece: Any) -> Any:
-        """Return how many tiles a piece sees: the first begins where the piece does."""
+        """Return how many tiles a piece has: the first begins where the piece does."""
+        if self.sizes.pieces_at_once > 1:
+            return 1
         num_pages = self.end_page(piece) - self.pieces.begins[piece]
         return _divided(num_pages + self.sizes.block_pages - 1, self.sizes.block_pages)
 
     def begin(self) -> None:
-        """Start the copies of the first tiles, all that there is room for but one."""
+        """Start the copies of the first tiles, as many as there is room for beside one in use."""
         first = self.pieces.following[0]
         self.cursor[_PIECE] = first
         self.cursor[_TILE] = 0
@@ -118,20 +120,31 @@ class Queue:
         self._take_rows(part)
 
         def fetch(_, carry):
-            has_holes, leave_out = self.fetch().end()
+            ((has_holes, leave_out),) = (starts.end() for starts in self.fetch(1))
             pl.when(has_holes)(leave_out)
             return carry
 
         jax.lax.fori_loop(0, self.sizes.num_buffers - 1, fetch, 0)
 
-    def fetch(self) -> Starts:
-        """Return the copies of the tile at the cursor, of nothing past the last; they move the cursor on."""
-        return Starts(self._steps())
+    def fetch(self, count: int) -> list[Starts]:
+        """Return the copies of the tiles from the cursor on, of nothing past the last, and move it on.
 
-    def _steps(self) -> Iterator[Any]:
+        Those of the second go to the buffer of the first that is in use, and so on.
+        """
+        piece, tile, buffer = [self.cursor[i] for i in (_PIECE, _TILE, _FILL)]
+        starts = []
+        for _ in range(count):
+            starts.append(Starts(self._steps(piece, tile, buffer)))
+            is_last = tile + 1 >= self.num_tiles(piece)
+            following = self.pieces.following[jnp.minimum(piece + 1, self.sizes.num_pieces)]
+            piece, tile = jnp.where(is_last, following, piece), jnp.where(is_last, 0, tile + 1)
+            buffer = self._next(buffer)
+        self.cursor[_PIECE], self.cursor[_TILE], self.cursor[_FILL] = piece, tile, buffer
+        return starts
+
+    def _steps(self, piece: Any, tile: Any, buffer: Any) -> Iterator[Any]:
         """Begin the copies of a page with each step, without a branch: see `Starts`."""
         sizes, max_pages = self.sizes, self.sizes.shape.max_pages
-        piece, tile, buffer = (self.cursor[i] for i in (_PIECE, _TILE, _FILL))
         # Past the last piece its row is read, of which nothing is seen.
         own = jnp.minimum(piece, sizes.shape.num_seqs * sizes.pieces_per_seq - 1)
         part = self._part_of(own)
@@ -147,19 +160,14 @@ class Queue:
             # A row that ends begins anew: without sign, what would be negative is the larger of the two.
             column = first + place % max_pages
             index = self.rows[base + jnp.minimum(column, column - max_pages).astype(jnp.int32)]
-            is_started = (place < end - begin) & _is_below(index, sizes.num_pages)
+            is_page = (place < end - begin) & _is_below(index, sizes.num_pages)
             for array, tile_ref, semaphore in self._pairs(buffer, place):
                 pages = array.at[pl.ds(self.offset[0], sizes.num_pages)]
-                pl.when(is_started)(pltpu.make_async_copy(pages.at[index], tile_ref, semaphore).start)
+                pl.when(is_page)(pltpu.make_async_copy(pages.at[index], tile_ref, semaphore).start)
             yield
 
         self.holes[buffer] = 0
         self.copies[buffer] = end - begin
-        is_last = tile + 1 >= self.num_tiles(piece)
-        following = self.pieces.following[jnp.minimum(piece + 1, sizes.num_pieces)]
-        self.cursor[_PIECE] = jnp.where(is_last, following, piece)
-        self.cursor[_TILE] = jnp.where(is_last, 0, tile + 1)
-        self.cursor[_FILL] = self._next(buffer)
 
         def leave_out():
             def look(place, carry):
@@ -174,18 +182,14 @@ class Queue:
         yield has_holes, leave_out
 
     def take(self) -> Any:
-        """Wait for every page of the next tile, and return its buffer."""
+        """Wait for every page of the next tile; return its buffer, in use until its values are loaded."""
         buffer = self.cursor[_DRAIN]
         copies = self.copies[buffer]
-
         for bit in range(self.sizes.block_pages.bit_length()):
             is_set = copies & (1 << bit) != 0
             pl.when(is_set)(functools.partial(self._wait, buffer, 1 << bit))
-        return buffer
-
-    def leave(self, buffer: Any) -> None:
-        """Give a tile's buffer back."""
         self.cursor[_DRAIN] = self._next(buffer)
+        return buffer
 
     def _part_of(self, piece: Any) -> Any:
         """Return the part of the table that names a piece's pages."""

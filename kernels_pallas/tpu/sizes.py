@@ -15,6 +15,8 @@ from kernels_pallas.tpu.parts import LANES, SUBLANES, Part, Runs
 _TILE_BYTES, _WIDE_TILE_BYTES, _WIDE_ROWS = 3 * 2**20, 5 * 2**20, 64
 # Bytes that are on their way, and tiles that they are, where tiles are short.
 _BYTES_AHEAD, _MAX_BUFFERS = 3 * 2**20, 12
+# Tokens of tiles at most that are attended to at once, where each is all that a piece sees.
+_MAX_TOKENS_AT_ONCE = 2048
 # Tiles of the longest row, at least: all of its last one is computed, however little of it is seen.
 _LEAST_TILES = 2
 # Rows of logits computed at once, of several heads where a head has fewer, and bytes of queries that a step
@@ -147,6 +149,8 @@ class Sizes:
         rows: queries of a piece and KV head, `token * group + head`, rounded up to whole sublanes.
         block_pages: pages of a tile.
         num_buffers: tiles in VMEM.
+        pieces_at_once: whose tiles are attended to at once, where none has several: of short tiles latency is
+            what takes time. If they are several, each has a tile, whatever it sees.
         part_seqs: rows of the page table that are in SMEM at once.
     """
 
@@ -159,6 +163,7 @@ class Sizes:
     rows: int
     block_pages: int
     num_buffers: int
+    pieces_at_once: int
     part_seqs: int
 
     @property
@@ -205,7 +210,7 @@ class Sizes:
         """
         is_whole = part.entry == "number" and part.dtype == jnp.int8 and self.shape.column % 32 == 0
         is_rounded = self.shape.multiplies_int8 and self.shape.operand_dtype == jnp.bfloat16
-        return is_whole and is_rounded and self.rows <= _MOST_INT8_ROWS
+        return is_whole and is_rounded and self.rows <= _MOST_INT8_ROWS and self.pieces_at_once == 1
 
     def operand_dtype(self, part: Part) -> Any:
         """Return what entries of a pool of keys are multiplied as."""
@@ -236,13 +241,14 @@ class Sizes:
         return round_up(self.shape.keys[0].head_dim, LANES)
 
 
-def sizes_of(shape: Shape, num_pages: int, tiling: Tiling) -> Sizes:
+def sizes_of(shape: Shape, num_pages: int, tiling: Tiling, *, window: int | None) -> Sizes:
     """Return how a tiling cuts a call's work."""
     query_tokens = min(shape.time, tiling.query_tokens)
     pieces_per_seq = -(-shape.time // query_tokens)
     rows = round_up(query_tokens * shape.group, SUBLANES)
     step = max(1, _STEP_BYTES // (shape.num_kv_heads * rows * shape.num_parts * LANES * 4))
-    pieces_per_step = min(shape.num_seqs * pieces_per_seq, step)
+    at_once = _pieces_at_once(shape, tiling, query_tokens, window)
+    pieces_per_step = round_up(min(shape.num_seqs * pieces_per_seq, step), at_once)
     return Sizes(
         shape=shape,
         num_pages=num_pages,
@@ -252,9 +258,25 @@ def sizes_of(shape: Shape, num_pages: int, tiling: Tiling) -> Sizes:
         num_pieces=round_up(shape.num_seqs * pieces_per_seq, pieces_per_step),
         rows=rows,
         block_pages=block_tokens(shape, tiling) // shape.page_size,
-        num_buffers=tiling.num_buffers,
+        num_buffers=max(tiling.num_buffers, 2 * at_once),
+        pieces_at_once=at_once,
         part_seqs=_part_seqs(shape),
     )
+
+
+def _pieces_at_once(shape: Shape, tiling: Tiling, query_tokens: int, window: int | None) -> int:
+    """Return how many pieces are attended to at once, a power of two."""
+    block, num_pages = block_tokens(shape, tiling), shape.max_pages
+    if window is not None:
+        # The first token that is seen may be the last of its page.
+        num_pages = min(num_pages, (window + query_tokens + shape.page_size - 3) // shape.page_size + 1)
+    # All rows of the page table are in SMEM: copies of two parts' pages may not begin together.
+    if num_pages * shape.page_size > block or _part_seqs(shape) < shape.num_seqs:
+        return 1
+    rows = round_up(query_tokens * shape.group, SUBLANES) * shape.num_kv_heads
+    room = _MAX_TOKENS_AT_ONCE // block, _TILE_BYTES // (block * shape.token_bytes), MAX_ROWS // rows
+    most = max(1, min(shape.num_seqs, *room))
+    return 2 ** (most.bit_length() - 1)
 
 
 def _chunk_tokens(rows: int) -> int:
@@ -328,7 +350,8 @@ def refusal(shape: Shape, tiling: Tiling) -> str | None:
 
 def vmem_refusal(shape: Shape, tiling: Tiling) -> str | None:
     """Return why a tiling does not fit a TPU's vector memory, in one sentence; None where it does."""
-    sizes = sizes_of(shape, 1, tiling)
+    # Under the least window as many pieces as may be are attended to at once.
+    sizes = sizes_of(shape, 1, tiling, window=1)
     vmem_bytes = _vmem_bytes(sizes)
     if vmem_bytes > VMEM_BYTES:
         return (
@@ -355,7 +378,7 @@ def _vmem_bytes(sizes: Sizes) -> int:
     if shape.run_slots is not None:
         own_rows = 2 * sizes.pieces_per_step * shape.num_kv_heads * (sizes.own_keys + sizes.rows)
         tile_bytes += own_rows * sizes.own_lanes * jnp.dtype(shape.operand_dtype).itemsize
-        tile_bytes += sizes.batch_heads * sizes.rows * sizes.block * 4
+        tile_bytes += sizes.pieces_at_once * sizes.batch_heads * sizes.rows * sizes.block * 4
     if shape.runs is not None:
         num_patterns = shape.page_size // min(LANES, shape.column)
         tile_bytes += 2 * num_patterns * LANES * shape.runs.count * LANES * 2

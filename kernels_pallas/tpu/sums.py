@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas.tpu.logits import products
+from kernels_pallas.tpu.logits import paired_products
 from kernels_pallas.tpu.parts import Part
 
 
@@ -33,7 +33,7 @@ def weighted_sum(
         of_runs = slice(half * count, (half + 1) * count)
         stacked = [run[:, :, i * width : (i + 1) * width] for i in range(share) for run in weights[of_runs]]
         left = jnp.concatenate(stacked, axis=1).astype(values.dtype)
-        total = products("hrs,hsd->hrd", left, values[:, :, half * lanes : (half + 1) * lanes])
+        total = paired_products("hrs,hsd->hrd", left, values[:, :, half * lanes : (half + 1) * lanes], axis=1)
         total = total.reshape(total.shape[0], share, count, -1, lanes)
         sums.append(_in_lanes(part, total, shifts[of_runs]))
     return jnp.concatenate(sums, axis=-1)

@@ -99,7 +99,7 @@ def walk(
         table.reshape(sizes.num_parts, -1),
         operands,
         None if recent is None else own_of(queries[0].astype(shape.operand_dtype), recent, starts, sizes),
-        None if sinks is None else sink_rows(sinks, sizes),
+        None if sinks is None else sink_rows(sinks * _LOG2_E, sizes),
         spread_of(shape),
         tuple(_in_hbm(part, stored_of(pages)) for part, pages in zip(shape.parts, pools, strict=True)),
     )
@@ -147,9 +147,10 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
         for part in shape.keys
     )
     own = Own(of_step(sizes.rows, sizes.own_lanes), of_step(sizes.own_keys, sizes.own_lanes))
-    own_sums = pltpu.VMEM((sizes.batch_heads, sizes.rows, sizes.block), jnp.float32)
+    members = sizes.pieces_at_once
+    own_sums = pltpu.VMEM((members, sizes.batch_heads, sizes.rows, sizes.block), jnp.float32)
     has_own = shape.run_slots is not None
-    sink_spec = of_call(shape.num_kv_heads, sizes.rows, 1) if has_sinks else None
+    sink_spec = of_call(shape.num_kv_heads, sizes.rows, LANES) if has_sinks else None
     sums = pltpu.VMEM((shape.num_kv_heads, sizes.rows, LANES), jnp.float32)
     value_lanes = shape.values.lanes
     return pl.pallas_call(
@@ -168,7 +169,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
             out_specs=[of_step(sizes.rows, value_lanes), of_step(sum_rows)],
             scratch_shapes=[
                 tuple(_tiles(sizes, part) for part in shape.parts),
-                pltpu.VMEM((1, sizes.block), jnp.int32),
+                pltpu.VMEM((members, 1, sizes.block), jnp.int32),
                 own_sums if has_own else None,
                 sums,
                 sums,
@@ -207,14 +208,14 @@ def _kernel(
     table_ref,  # int32 [part, seq * max_pages]                HBM
     query_refs,  # of each pool of keys: `Query` of pieces of the step        VMEM
     own_refs: Any,  # `Own` where keys have runs of slots, else None          VMEM
-    sink_ref,  # float32 [kv_head, row, 1], or None            VMEM
+    sink_ref,  # float32 [kv_head, row, 128], equal lanes, or None            VMEM
     spread: Spread | None,  # of runs of channels              VMEM
     pools: tuple[Any, ...],  # of each: entries and scales of tokens   HBM; scales of heads VMEM
     out_ref,  # [step_piece, kv_head, row, lane]               VMEM
     log_sum_ref,  # float32 [step_piece, kv_head, n, 128]      VMEM
     tiles: tuple[Any, ...],  # of each pool: see `Queue`      VMEM
-    tokens_ref,  # int32 [1, token]: see `tokens`              VMEM
-    own_ref,  # float32 [head, row, token]: logits of own runs, or None       VMEM
+    tokens_ref,  # int32 [member, 1, token]: see `tokens`      VMEM
+    own_ref,  # float32 [member, head, row, token]: logits of own runs, or None       VMEM
     peak_ref,  # float32 [kv_head, row, 128], equal lanes      VMEM
     total_ref,  # float32 [kv_head, row, 128], to be added     VMEM
     sum_ref,  # float32 [kv_head, row, lane]                   VMEM
@@ -304,17 +305,17 @@ def _kernel(
         slot = slots()
         return slot + jax.lax.div(slot, page_size) * ((stride_ref[0] - 1) * page_size)
 
-    def hide(buffer):
+    def hide(member, buffer):
         """Have the tokens of a tile whose pages are none before all that is seen."""
 
         def hide_page(hole, token):
             slot = slots() - places_ref[buffer, hole] * page_size
             return jnp.where((slot >= 0) & (slot < page_size), -HIDDEN, token)
 
-        tokens_ref[...] = jax.lax.fori_loop(0, holes_ref[buffer], hide_page, tokens())
+        tokens_ref[member] = jax.lax.fori_loop(0, holes_ref[buffer], hide_page, tokens())
 
-    def show_all():
-        tokens_ref[...] = tokens()
+    def show_all(member):
+        tokens_ref[member] = tokens()
 
     def numbers(index, buffer, heads, chunk, dtype, starts=None):
         """Return entries of a chunk as what is multiplied, in the order of logits, `[head, row, lane]`."""
@@ -358,7 +359,8 @@ def _kernel(
             case "channels":
                 assert spread is not None
                 pages = pl.ds(chunk * chunk_pages, chunk_pages)
-                return scales_of_runs(*(ref[buffer, :, pages] for ref in tiles[index][1:]), spread, shape)
+                scale, zero = (ref[buffer, :, pages] for ref in tiles[index][1:])
+                return scales_of_runs(scale, zero, spread, shape)
             case "head":
                 return [jnp.concatenate([pools[index].scale[...] for _ in rows_of_lanes], axis=-1)], []
             case "token":
@@ -382,19 +384,22 @@ def _kernel(
             joined = taken if begin == 0 else jnp.where(lane < begin, joined, taken)
         return joined
 
-    def attend(index, piece, tile, buffer, starts):
-        """Take a tile into the sums of a piece, some chunks after others.
+    batch, is_grouped = sizes.batch_heads, sizes.pieces_at_once > 1
+
+    def attend(at, starts):
+        """Attend to a tile, some heads after others, chunks after chunks: of each heads a generator.
 
         Products go in the order of the program: those of the next keys come before what waits for the last.
+        After the first products of some heads there is a pause.
         """
-        batch = sizes.batch_heads
+        member, index, piece, tile, buffer = at
 
         def lanes_of(chunk):
             return pl.ds(chunk * chunk_tokens, chunk_tokens)
 
         def positions(lanes):
             page = first_page(piece, tile) * stride_ref[0] + first_page_ref[0]
-            return page * page_size + tokens_ref[:, lanes]
+            return page * page_size + tokens_ref[member, :, lanes]
 
         def places(chunk):
             """Return where tokens are among rows, `token * group + head`, which see what is up to them."""
@@ -415,7 +420,7 @@ def _kernel(
                 # A query sees a run that ends before its token by its scales, and its own as it was given.
                 run_end = positions(lanes_of(chunk)) | (span - 1)
                 is_own = (run_end - pieces.starts[piece] + 1) * shape.group > row
-                parts = [jnp.where(is_own[None], own_ref[:, :, lanes_of(chunk)], *parts)]
+                parts = [jnp.where(is_own[None], own_ref[member, :, :, lanes_of(chunk)], *parts)]
             logits = functools.reduce(jnp.add, parts)
             if options.soft_cap is None:
                 logits *= options.scale * _LOG2_E
@@ -440,7 +445,7 @@ def _kernel(
             def _():
                 end = pieces.starts[piece] + pieces.lens[piece]
                 query, keys = own_refs.query[index, heads], own_refs.keys[index, heads]
-                own_ref[...] = own_logits(query, keys, begin, end, positions(slice(None)))
+                own_ref[member] = own_logits(query, keys, begin, end, positions(slice(None)))
 
         def value_factors(chunk, own):
             """Return scales and shifts of values, 0 where no query sees them: there they may be NaN."""
@@ -457,100 +462,131 @@ def _kernel(
             heads, own = pl.ds(first, batch), slice(first, first + batch)
             if own_refs is not None:
                 take_own(heads)
-            peak, total = peak_ref[heads], total_ref[heads]
+            last: Any = None if is_grouped else (peak_ref[heads], total_ref[heads], sum_ref[heads])
             ahead = [logits_of_chunk(chunk, heads, own) for chunk in sizes.turns[0]]
+            yield
             for chunks, following in itertools.pairwise([*sizes.turns, []]):
-                logits, last_peak = ahead, peak
+                logits = ahead
                 ahead = [logits_of_chunk(chunk, heads, own) for chunk in following]
                 highest = functools.reduce(jnp.maximum, _rows_of_lanes(logits))
-                peak = jnp.maximum(last_peak, jnp.max(highest, axis=-1, keepdims=True))
-                keep = jnp.exp2(last_peak - peak)
+                top = jnp.max(highest, axis=-1, keepdims=True)
+                peak = jnp.maximum(jnp.full(highest.shape, _LOWEST) if last is None else last[0], top)
                 weights = [jnp.exp2(of_chunk - _repeated(peak, chunk_tokens)) for of_chunk in logits]
-                total = total * keep + functools.reduce(jnp.add, _rows_of_lanes(weights))
-                sums = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1])
+                total, sums = functools.reduce(jnp.add, _rows_of_lanes(weights)), []
                 for chunk, of_chunk in zip(chunks, weights, strict=True):
                     factors, shifts = value_factors(chunk, own)
                     scaled = [of_chunk if factor is None else of_chunk * factor for factor in factors]
                     shifts = [jnp.sum(of_chunk * shift, axis=-1, keepdims=True) for shift in shifts]
                     values = numbers(shape.value, buffer, heads, chunk, shape.operand_dtype, starts)
-                    sums += weighted_sum(shape.values, scaled, values, shifts)
-                sum_ref[heads] = sums
-            peak_ref[heads] = peak
-            total_ref[heads] = total
+                    sums.append(weighted_sum(shape.values, scaled, values, shifts))
+                if last is not None:
+                    keep = jnp.exp2(last[0] - peak)
+                    total += last[1] * keep
+                    sums.insert(0, last[2] * _repeated(keep, last[2].shape[-1]))
+                last = peak, total, functools.reduce(jnp.add, sums)
+            if not is_grouped:
+                peak_ref[heads], total_ref[heads], sum_ref[heads] = last
+            yield last
 
-        for first in range(0, shape.num_kv_heads, batch):
-            take_heads(first)
+        return [take_heads(first) for first in range(0, shape.num_kv_heads, batch)]
 
     def begin_piece():
         peak_ref[...] = jnp.full(peak_ref.shape, _LOWEST, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
-    def end_piece(index, piece):
-        """Write what a piece attended to."""
-        row = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
+    def end_piece(index, piece, sums):
+        """Write what a piece attended to, of some heads after others."""
+        dims = sizes.rows, LANES
+        row, lane = (jax.lax.broadcasted_iota(jnp.int32, dims, axis) for axis in (0, 1))
         is_row = row < pieces.lens[piece] * shape.group
         columns = shape.values.columns
         for head in range(shape.num_kv_heads):
-            peak = peak_ref[head][:, :1]
-            total = jnp.sum(total_ref[head], axis=-1, keepdims=True)
-            heads = sum_ref[head]
+            peak, total, own = (array[head % batch] for array in sums[head // batch])
+            # Of equal lanes, as all that is computed here.
+            total, heads = jnp.broadcast_to(jnp.sum(total, axis=-1, keepdims=True), dims), own
             for i in range(1, columns.share):
-                heads += pltpu.roll(sum_ref[head], sum_ref.shape[-1] - i * columns.width, 1)
+                heads += pltpu.roll(own, own.shape[-1] - i * columns.width, 1)
             if sink_ref is not None:
-                last_peak, sink = peak, sink_ref[head] * _LOG2_E
+                last_peak, sink = peak, sink_ref[head]
                 peak = jnp.maximum(last_peak, sink)
                 keep = jnp.exp2(last_peak - peak)
-                total, heads = total * keep + jnp.exp2(sink - peak), heads * keep
+                total = total * keep + jnp.exp2(sink - peak)
+                heads *= _repeated(keep, heads.shape[-1])
             # Not `total > 0`: a NaN that a query sees is to be seen.
             is_written = is_row & (total != 0)
             total = jnp.where(is_written, total, 1.0)
-            out_ref[index, head] = jnp.where(is_written, heads / total, 0.0).astype(out_ref.dtype)
-            write_log_sum(index, head, jnp.where(is_written, peak / _LOG2_E + jnp.log(total), -jnp.inf))
+            share = 1.0 / total
+            own = [jnp.where(is_written, part * share, 0.0) for part in _rows_of_lanes([heads])]
+            out_ref[index, head] = jnp.concatenate(own, axis=-1).astype(out_ref.dtype)
+            log_sum = jnp.where(is_written, peak / _LOG2_E + jnp.log(total), -jnp.inf)
+            # A column of rows along the lanes.
+            for begin in range(0, sizes.rows, LANES):
+                rows = slice(begin, begin + LANES)
+                own_lane = jnp.where(row[rows] - begin == lane[rows], log_sum[rows], 0.0)
+                log_sum_ref[index, head, pl.ds(begin // LANES, 1)] = jnp.sum(own_lane, axis=0, keepdims=True)
 
-    def write_log_sum(index, head, log_sum):
-        """Lay a column of rows along the lanes."""
-        for begin in range(0, sizes.rows, LANES):
-            rows = log_sum[begin : begin + LANES]
-            dims = (rows.shape[0], LANES)
-            is_own = jax.lax.broadcasted_iota(jnp.int32, dims, 0) == jax.lax.broadcasted_iota(
-                jnp.int32, dims, 1
-            )
-            lanes = jnp.sum(jnp.where(is_own, rows, 0.0), axis=0, keepdims=True)
-            log_sum_ref[index, head, pl.ds(begin // LANES, 1)] = lanes
+    def take(ats, end):
+        """Attend to a tile of each piece, while copies of others begin, and end what ends with them."""
+        ats = [(*at, queue.take()) for at in ats]
+        holed = [holes_ref[at[-1]] > 0 for at in ats]
+        for at, has_holes in zip(ats, holed, strict=True):
+            clear_end(*at[2:])
+            pl.when(has_holes)(functools.partial(hide, at[0], at[-1]))
+        starts = queue.fetch(len(ats))
+        walks = [attend(*pair) for pair in zip(ats, starts, strict=True)]
+        for of_heads in walks:
+            next(of_heads[0])
+        sums, ends = [], []
+        for of_piece, of_tile in zip(walks, starts, strict=True):
+            sums.append([[*of_heads][-1] for of_heads in of_piece])
+            ends.append(of_tile.end())
+        end(sums)
+
+        @pl.when(functools.reduce(jnp.logical_or, [*holed, *(has_holes for has_holes, _ in ends)]))
+        def _():
+            for member, has_holes in enumerate(holed):
+                pl.when(has_holes)(functools.partial(show_all, member))
+            for has_holes, leave_out in ends:
+                pl.when(has_holes)(leave_out)
+
+    def walk_pieces(group, carry):
+        """Attend from pieces that have a tile each."""
+        first = group * sizes.pieces_at_once
+        pairs = [
+            (first + i, pl.program_id(0) * sizes.pieces_per_step + first + i)
+            for i in range(sizes.pieces_at_once)
+        ]
+
+        def end(sums):
+            for pair, own in zip(pairs, sums, strict=True):
+                end_piece(*pair, own)
+
+        take([(member, *pair, 0) for member, pair in enumerate(pairs)], end)
+        return carry
 
     def walk_piece(index, carry):
         """Attend from one piece."""
         piece = pl.program_id(0) * sizes.pieces_per_step + index
         begin_piece()
 
-        def take(tile, carry):
-            buffer = queue.take()
-            has_holes = holes_ref[buffer] > 0
-            clear_end(piece, tile, buffer)
-            pl.when(has_holes)(lambda: hide(buffer))
-            starts = queue.fetch()
-            attend(index, piece, tile, buffer, starts)
-            has_new_holes, leave_out = starts.end()
-
-            @pl.when(has_holes | has_new_holes)
-            def _():
-                pl.when(has_holes)(show_all)
-                pl.when(has_new_holes)(leave_out)
-
-            queue.leave(buffer)
+        def take_tile(tile, carry):
+            take([(0, index, piece, tile)], lambda _: None)
             return carry
 
-        jax.lax.fori_loop(0, queue.num_tiles(piece), take, 0)
-        end_piece(index, piece)
+        jax.lax.fori_loop(0, queue.num_tiles(piece), take_tile, 0)
+        heads = [pl.ds(first, batch) for first in range(0, shape.num_kv_heads, batch)]
+        end_piece(index, piece, [[ref.at[own] for ref in (peak_ref, total_ref, sum_ref)] for own in heads])
         return carry
 
     @pl.when(pl.program_id(0) == 0)
     def _():
-        show_all()
+        for member in range(sizes.pieces_at_once):
+            show_all(member)
         queue.begin()
 
-    jax.lax.fori_loop(0, sizes.pieces_per_step, walk_piece, 0)
+    num_groups = sizes.pieces_per_step // sizes.pieces_at_once
+    jax.lax.fori_loop(0, num_groups, walk_pieces if is_grouped else walk_piece, 0)
 
 
 def _rows_of_lanes(arrays: list[Array]) -> list[Array]:

@@ -177,7 +177,7 @@ def test_copies_for_the_next_step_of_the_grid_are_on_their_way_in_this_one(monke
 
 def test_a_query_that_is_not_a_number_is_seen_where_keys_are_integers():
     arguments, num_pages = encoded(SHORT, "int8")
-    whole = sizes.sizes_of(pallas_tpu.shape_of(arguments), num_pages, TILING)
+    whole = pallas_tpu.sizes_of(arguments, num_pages, window=None, tiling=TILING)
     assert whole.has_int8_product(whole.shape.keys[0])
     arguments = arguments._replace(query=arguments.query.at[2, 0, 0, 5].set(jnp.nan))
     out, _ = run_kernel(SHORT, arguments, num_pages)
@@ -210,7 +210,8 @@ def test_a_tile_in_several_chunks_and_turns_is_what_it_is_in_one(
     for tokens, of_turn, turns in cases:
         monkeypatch.setattr(sizes, "_MAX_CHUNK", tokens)
         monkeypatch.setattr(sizes, "_MAX_TURN_LOGITS", of_turn)
-        assert sizes.sizes_of(pallas_tpu.shape_of(arguments), num_pages, tiling).turns == turns
+        cut = pallas_tpu.sizes_of(arguments, num_pages, window=shape.window, tiling=tiling)
+        assert cut.turns == turns
         sums.append(run_kernel(shape, arguments, num_pages, tiling))
         assert not has_races()
     for out, log_sum in sums[1:]:

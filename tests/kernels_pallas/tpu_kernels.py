@@ -100,8 +100,8 @@ FAULTS: dict[str, Fault] = {
     "a scale that is wrong by 2 %": (walk, "logits *= options.scale", "logits *= 1.02 * options.scale"),
     "a sum that is not rescaled": (
         walk,
-        "sums = sum_ref[heads] * _repeated(keep, sum_ref.shape[-1])",
-        "sums = sum_ref[heads]",
+        "last[2] * _repeated(keep, last[2].shape[-1])",
+        "last[2]",
     ),
 }
 
