@@ -19,12 +19,12 @@ _BYTES_AHEAD, _MAX_BUFFERS = 3 * 2**20, 12
 _MAX_TOKENS_AT_ONCE = 2048
 # Tiles of the longest row, at least: all of its last one is computed, however little of it is seen.
 _LEAST_TILES = 2
-# Rows of logits computed at once, of several heads where a head has fewer, and bytes of queries that a step
-# of the grid brings in.
+# Rows of logits computed at once, of all runs and of several heads where a head has fewer, and bytes of
+# queries that a step of the grid brings in.
 MAX_ROWS, _STEP_BYTES = 512, 2**19
 # Rows of 128 lanes of all heads' queries at most: with their sums and sinks they take 14 to 22 MiB.
 _MAX_HEAD_ROWS = 2**12
-# Tokens of a tile at most, and logits of a head in it.
+# Tokens of a tile at most, and logits of a head in it, of all runs.
 _MAX_BLOCK, _MAX_BLOCK_LOGITS = 4096, 2**19
 # Tokens of a tile that are multiplied at once, and logits of a head in them, at most.
 _MAX_CHUNK, _MAX_CHUNK_LOGITS = 1024, 2**17
@@ -89,6 +89,11 @@ class Shape:
     def run_slots(self) -> int | None:
         """Slots of a run where keys have runs of slots; a query sees its own run as it was given."""
         return next((part.runs.span for part in self.keys if part.runs and part.scaling == "slots"), None)
+
+    @property
+    def num_sums(self) -> int:
+        """Logits or weights of a slot and query: of runs of a token's channels, each has its own."""
+        return max(part.runs.count if part.runs and part.scaling == "channels" else 1 for part in self.parts)
 
     @property
     def share(self) -> int:
@@ -224,7 +229,7 @@ class Sizes:
     @property
     def batch_heads(self) -> int:
         """KV heads whose logits are computed at once."""
-        num_heads, most = self.shape.num_kv_heads, max(1, MAX_ROWS // self.rows)
+        num_heads, most = self.shape.num_kv_heads, max(1, MAX_ROWS // (self.rows * self.shape.num_sums))
         return max(heads for heads in range(1, num_heads + 1) if num_heads % heads == 0 and heads <= most)
 
     @property
@@ -273,7 +278,7 @@ def _pieces_at_once(shape: Shape, tiling: Tiling, query_tokens: int, window: int
     # All rows of the page table are in SMEM: copies of two parts' pages may not begin together.
     if num_pages * shape.page_size > block or _part_seqs(shape) < shape.num_seqs:
         return 1
-    rows = round_up(query_tokens * shape.group, SUBLANES) * shape.num_kv_heads
+    rows = round_up(query_tokens * shape.group, SUBLANES) * shape.num_kv_heads * shape.num_sums
     room = _MAX_TOKENS_AT_ONCE // block, _TILE_BYTES // (block * shape.token_bytes), MAX_ROWS // rows
     most = max(1, min(shape.num_seqs, *room))
     return 2 ** (most.bit_length() - 1)
@@ -306,10 +311,10 @@ def tiling_for(shape: Shape, *, window: int | None) -> Tiling:
     A tile is as long as its bytes may be, but a small part of what a query may see; or all tiles of a window
     are as long.
     """
-    most_rows = min(MAX_ROWS, _MAX_HEAD_ROWS // (shape.num_kv_heads * shape.num_parts))
+    most_rows = min(MAX_ROWS // shape.num_sums, _MAX_HEAD_ROWS // (shape.num_kv_heads * shape.num_parts))
     query_tokens = max(1, most_rows // shape.group)
     rows = min(shape.time, query_tokens) * shape.group
-    most = min(_MAX_BLOCK, _MAX_BLOCK_LOGITS // rows, _MAX_PAGES * shape.page_size)
+    most = min(_MAX_BLOCK, _MAX_BLOCK_LOGITS // (rows * shape.num_sums), _MAX_PAGES * shape.page_size)
     longest = longest_seen(shape, window=window)
     tile_bytes = _TILE_BYTES // 2
     if shape.time == 1:

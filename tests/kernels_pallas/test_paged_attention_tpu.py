@@ -41,7 +41,9 @@ from .test_paged_attention import (
     run_reference,
 )
 from .tpu_kernels import (
+    CODECS_IN_TURNS,
     FAULTS,
+    aot_cases,
     assert_nothing_is_as_a_pool,
     encoded_pages,
     has_races,
@@ -502,34 +504,10 @@ def test_steps_through_the_door_are_those_of_the_definition(codec: str):
         assert_close(out, right, 2 * max(relative_errors(rounded, right)))
 
 
-AOT_CODECS = [("bf16", "v5e"), ("bf16", "v6e"), ("int8", "v5e"), ("int8", "v6e")]
-# Of the other codecs v5e and v6e take turns.
-AOT_CASES = [
-    *[(name, codec, machine) for name in MODELS for codec, machine in AOT_CODECS],
-    *[
-        ("llama3_8b", codec, ("v5e", "v6e")[index % 2])
-        for index, codec in enumerate(
-            ("f32", "fp8_e4m3", "fp8_e5m2", "int8_static", "fp8_e4m3_static", "int8/int4")
-        )
-    ],
-    *[
-        (name, codec, machine)
-        for name in ("llama3_8b", "gemma2_9b", "gpt_oss_120b")
-        for codec in ("bf16", "int8")
-        for machine in ("v5p", "tpu7x")
-    ],
-    ("llama3_8b", "int8/int4", "tpu7x"),
-    *[
-        ("llama3_70b_of_8", codec, machine)
-        for codec in ("int4", "int4_token")
-        for machine in ("v5e", "v5p", "v6e", "tpu7x")
-    ],
-    ("gpt_oss_120b", "int8/int4", "v6e"),
-]
-
-
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(("name", "codec", "machine"), AOT_CASES)
+@pytest.mark.parametrize(
+    ("name", "codec", "machine"), aot_cases(MODELS, (*CODECS_IN_TURNS, "int8/int4", "int4", "int4_token"))
+)
 def test_the_kernel_compiles_for_tpus_within_their_memories(name: str, codec: str, machine: str):
     """Mosaic refuses what does not fit VMEM or SMEM; there is nothing beside the kernel that is as a pool."""
     mesh = find_target(machine)
