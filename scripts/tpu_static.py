@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,14 +110,19 @@ def own_share(step: Step, tiling: Tiling, machine: str, folder: Path) -> float:
 
 
 def jax_share(peer: str, model: str, codec: str, machine: str, folder: Path) -> float | None:
-    """Return the share of one of jax's kernels; None where it does not take the shape."""
+    """Return the share of one of jax's kernels; None where it does not take the shape or compile."""
     shape = MODELS.get(model)
     call = None if shape is None else PEERS[peer](shape, codec)
     if shape is None or call is None:
         return None
     dims = (len(shape.totals), shape.time, shape.num_heads, shape.head_dim)
     arguments = jax.ShapeDtypeStruct(dims, jnp.bfloat16), jax.eval_shape(call.make_operands)
-    listing = compiled_bundles(call.function, arguments, machine, peer, folder)
+    try:
+        listing = compiled_bundles(call.function, arguments, machine, peer, folder)
+    except Exception as error:  # Mosaic's errors have a private class.
+        why = str(error).splitlines()[0]
+        print(f"jax's {peer} does not compile {model} in {codec}: {why}", file=sys.stderr)
+        return None
     return _share(tile_cycles(bundles_of(listing)), call.block_bytes, machine)
 
 

@@ -196,7 +196,9 @@ class Sizes:
         """Pages of a tile that are multiplied at once: of larger chunks the loads go by way of VMEM."""
         least = math.lcm(self.shape.page_size, LANES * self.shape.share)
         counts = [count for count in range(1, self.block // least + 1) if self.block % (count * least) == 0]
-        most = max([counts[0], *(count for count in counts if count * least <= _chunk_tokens(self.rows))])
+        most = max(
+            [counts[0], *(count for count in counts if count * least <= _chunk_tokens(self.shape, self.rows))]
+        )
         return most * least // self.shape.page_size
 
     @property
@@ -284,9 +286,11 @@ def _pieces_at_once(shape: Shape, tiling: Tiling, query_tokens: int, window: int
     return 2 ** (most.bit_length() - 1)
 
 
-def _chunk_tokens(rows: int) -> int:
+def _chunk_tokens(shape: Shape, rows: int) -> int:
     """Return the most tokens of a tile that are multiplied at once, with so many rows of queries."""
-    return min(_MAX_CHUNK, _MAX_CHUNK_LOGITS // rows)
+    # Scales of runs are spread over their entries by products, which chunks would make more of.
+    has_runs = any(part.runs for part in shape.parts)
+    return min(_MAX_BLOCK if has_runs else _MAX_CHUNK, _MAX_CHUNK_LOGITS // rows)
 
 
 def _part_seqs(shape: Shape) -> int:
@@ -322,7 +326,7 @@ def tiling_for(shape: Shape, *, window: int | None) -> Tiling:
     of_tile = max(LANES, tile_bytes // shape.token_bytes)
     if window is None:
         block = min(most, max(LANES, min(of_tile, longest // _LEAST_TILES)))
-        chunk = _chunk_tokens(rows)
+        chunk = _chunk_tokens(shape, rows)
         block -= block % chunk if block > chunk else 0
     else:
         block = -(-longest // -(-longest // min(most, of_tile)))
