@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from jax.experimental.pallas.ops.tpu.paged_attention.quantization_utils import QuantizedTensor
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
 
 from kernels_pallas.paged_attention.shapes import Shape
@@ -35,9 +36,12 @@ class Call(NamedTuple):
 
 
 def of_decodes(shape: Shape, codec: str) -> Call | None:
-    """Return the call of `paged_attention`; None where it does not take the shape."""
+    """Return the call of `paged_attention`; None where it does not take the shape.
+
+    8-bit entries have a scale of a token and head, which it repeats for each entry, in float32.
+    """
     is_plain = shape.window is None and not shape.has_sinks and shape.head_dim % 128 == 0
-    if shape.time > 1 or not is_plain or codec != "bf16":
+    if shape.time > 1 or not is_plain or codec not in ("bf16", "int8"):
         return None
     call = functools.partial(
         paged_attention,
@@ -48,13 +52,16 @@ def of_decodes(shape: Shape, codec: str) -> Call | None:
     def make_operands() -> Any:
         table = _table(shape)
         dims = (shape.num_kv_heads, table.size, shape.page_size, shape.head_dim)
-        keys, values = jnp.zeros(dims, jnp.bfloat16), jnp.zeros(dims, jnp.bfloat16)
-        return keys, values, jnp.asarray(shape.totals, jnp.int32), table
+        pools: list[Any] = [jnp.zeros(dims, jnp.bfloat16 if codec == "bf16" else jnp.int8) for _ in range(2)]
+        if codec == "int8":
+            pools = [QuantizedTensor(pool, jnp.ones((*dims[:-1], 1))) for pool in pools]
+        return *pools, jnp.asarray(shape.totals, jnp.int32), table
 
     def function(query: jax.Array, operands: Any) -> jax.Array:
         return call(query[:, 0], *operands)[:, None]
 
-    return Call(function, make_operands, 2 * _BLOCK_TOKENS * shape.head_dim * 2)
+    entry_bytes = {"bf16": 2, "int8": 1 + 4}[codec]
+    return Call(function, make_operands, 2 * _BLOCK_TOKENS * shape.head_dim * entry_bytes)
 
 
 def of_ragged(shape: Shape, codec: str) -> Call | None:
