@@ -211,6 +211,8 @@ def test_a_tile_in_several_chunks_and_turns_is_what_it_is_in_one(
     cases = (512, 2**14, [range(1)]), (128, 2**14, [in_turn]), (128, 1, [range(i, i + 1) for i in in_turn])
     for tokens, of_turn, turns in cases:
         monkeypatch.setattr(sizes, "_MAX_CHUNK", tokens)
+        # That of 4-bit runs.
+        monkeypatch.setattr(sizes, "_MAX_BLOCK", tokens)
         monkeypatch.setattr(sizes, "_MAX_TURN_LOGITS", of_turn)
         cut = pallas_tpu.sizes_of(arguments, num_pages, window=shape.window, tiling=tiling)
         assert cut.turns == turns
