@@ -142,4 +142,19 @@ def checked_codecs(names: str) -> list[str]:
         SystemExit: one of them is unknown.
     """
     checked("codecs", names.replace("/", ","), CODECS)
+    for pair in names.split(","):
+        if pair.count("/") > 1:
+            raise SystemExit(f"codecs must be of keys and, after one slash, of values, got {pair!r}")
     return names.split(",")
+
+
+def taken_step(model: str, codec: str) -> Step:
+    """Return a model's step.
+
+    Raises:
+        SystemExit: the kernel does not take it.
+    """
+    step = step_of(model, codec)
+    if (why := step.kernel.refusal(step.arguments)) is not None:
+        raise SystemExit(f"{model} in {codec} is not taken: {why}")
+    return step

@@ -23,7 +23,7 @@ from jkv.targets import shapes_on, target
 from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.paged_attention.shapes import MODELS
 from scripts import jax_kernels
-from scripts.attention_steps import DECODES, Step, checked, checked_codecs, step_of
+from scripts.attention_steps import DECODES, Step, checked, checked_codecs, taken_step
 from scripts.compilers import check_compilers
 
 # Bytes a second of HBM, from jax's own table of TPUs, and cycles a second: v5e's follow from its 197 TFLOP/s
@@ -164,7 +164,7 @@ def main() -> None:
         print("|" + "---|" * (3 + len(names)))
         for model in models:
             for machine in machines:
-                steps = [step_of(model, codec) for codec in codecs]
+                steps = [taken_step(model, codec) for codec in codecs]
                 with on_machine(machine):
                     tilings = [step.tiling_for() for step in steps]
                 pairs = list(zip(steps, tilings, strict=True))

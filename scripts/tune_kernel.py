@@ -22,7 +22,7 @@ import yaml
 
 from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.tpu import sizes, tuned
-from scripts.attention_steps import ALL_MODELS, DECODES, Step, checked, checked_codecs, filled, step_of
+from scripts.attention_steps import ALL_MODELS, DECODES, Step, checked, checked_codecs, filled, taken_step
 from scripts.bench_kernel import step_microseconds
 from scripts.compilers import check_compilers
 from scripts.tpu_static import MACHINES, dumps, own_share
@@ -98,7 +98,7 @@ def main() -> None:
         compiler = f"libtpu {version('libtpu')}"
         for model, codec in itertools.product(models, codecs):
             print(f"{model}, {codec}", flush=True)
-            step = step_of(model, codec)
+            step = taken_step(model, codec)
             if options.static:
                 count = functools.partial(own_share, step, machine=chip, folder=folder)
                 tune(step, chip, count, f"cycles for each of copies, counted, {compiler}", (3,))

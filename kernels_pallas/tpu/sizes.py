@@ -36,8 +36,10 @@ _MOST_INT8_ROWS = 32
 DIGITS = 3
 # Pages of a tile at most, where none is asked for: the copies of each are in the program.
 _MAX_PAGES = 64
-# Half of the SMEM of every generation, 1 MiB; half of a v7x core's VMEM.
+# Half of the SMEM of every generation, 1 MiB, of which pieces take less than the other; half of a v7x core's
+# VMEM.
 SMEM_BYTES, VMEM_BYTES = 2**19, 2**25
+_PIECE_NUMBERS, _MAX_PIECES_BYTES = 7, 3 * 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +275,8 @@ def sizes_of(shape: Shape, num_pages: int, tiling: Tiling, *, window: int | None
 
 def _pieces_at_once(shape: Shape, tiling: Tiling, query_tokens: int, window: int | None) -> int:
     """Return how many pieces are attended to at once, a power of two."""
-    block, num_pages = block_tokens(shape, tiling), shape.max_pages
+    # A row that begins anew in its table sees the rest of the page that it writes over, too.
+    block, num_pages = block_tokens(shape, tiling), shape.max_pages + 1
     if window is not None:
         # The first token that is seen may be the last of its page.
         num_pages = min(num_pages, (window + query_tokens + shape.page_size - 3) // shape.page_size + 1)
@@ -347,6 +350,14 @@ def refusal(shape: Shape, tiling: Tiling) -> str | None:
         return (
             f"a row of the page table must take at most {SMEM_BYTES // min(2, shape.num_seqs):,} bytes, got "
             f"{4 * shape.max_pages:,} for {shape.max_pages} pages; use larger pages"
+        )
+    if shape.query_dtype not in (jnp.bfloat16, jnp.float32):
+        return f"queries must be bfloat16 or float32, got {shape.query_dtype}"
+    pieces_bytes = 4 * _PIECE_NUMBERS * (sizes_of(shape, 1, tiling, window=1).num_pieces + 1)
+    if pieces_bytes > _MAX_PIECES_BYTES:
+        return (
+            f"numbers of pieces must take at most {_MAX_PIECES_BYTES:,} bytes, got {pieces_bytes:,} for "
+            f"{shape.num_seqs} rows of {shape.time} tokens; use fewer rows or larger pieces"
         )
     is_scaled = any(part.scaling in ("token", "channels") for part in shape.parts)
     if is_scaled and shape.column % LANES and LANES % shape.column:

@@ -87,6 +87,9 @@ def walk(
     """
     table, starts, lens, offset = rows
     shape, stripe = sizes.shape, stripe or Stripe(1, 0)
+    if options.window is not None:
+        # A longer one is as none, and places are numbers of 32 bits.
+        options = dataclasses.replace(options, window=min(options.window, (HIDDEN - 1) // shape.group))
     pieces = pieces_of(table, starts, lens, stripe, sizes, options.window)
     table = jnp.pad(table, ((0, sizes.num_parts * sizes.part_seqs - table.shape[0]), (0, 0)))
     operands = tuple(

@@ -22,7 +22,7 @@ from jkv.in_place import assert_updates_in_place
 from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
 from kernels_pallas.paged_attention import PagedArguments, Stripe, Tiling, pallas_tpu
-from kernels_pallas.paged_attention.shapes import MODELS, Shape
+from kernels_pallas.paged_attention.shapes import MODELS, SHAPES, Shape
 from kernels_pallas.tpu import logits, queue, runs, sizes, slot_runs, walk
 
 from ..compare import assert_close, relative_errors
@@ -223,6 +223,85 @@ def test_a_tile_in_several_chunks_and_turns_is_what_it_is_in_one(
         assert_log_sums_close(log_sum, sums[0][1])
 
 
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("codec", "fault"),
+    [
+        ("int8", None),
+        ("int8/int4", None),
+        (
+            "int8",
+            (
+                walk,
+                "jax.tree.map(lambda factor: factor[own], factors)",
+                "jax.tree.map(lambda factor: factor[:batch], factors)",
+            ),
+        ),
+        (
+            "int8/int4",
+            (walk, "jnp.where(is_live, factor, 0.0)[own]", "jnp.where(is_live, factor, 0.0)[:batch]"),
+        ),
+    ],
+)
+def test_heads_that_are_attended_to_after_others_have_their_own_scales(codec: str, fault, monkeypatch):
+    monkeypatch.setattr(sizes, "MAX_ROWS", 8)
+    arguments, num_pages = encoded(DECODE, codec)
+    if fault is not None:
+        put_fault(fault, pallas_tpu, monkeypatch)
+    out, _ = run_kernel(DECODE, arguments, num_pages)
+    exact, _ = run_reference(DECODE, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
+    expected, _ = run_reference(DECODE, arguments, num_pages)
+    with nullcontext() if fault is None else pytest.raises(AssertionError):
+        assert_close(out, exact, 2 * max(relative_errors(expected, exact)))
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None,
+        (walk, "pl.ds(begin // LANES, 1)", "pl.ds(0, 1)"),
+        (walk, "jnp.maximum(last_peak, sink)", "last_peak"),
+    ],
+)
+def test_many_rows_have_their_own_log_sums_beside_a_sink_far_above_them(fault, monkeypatch):
+    """160 rows of queries: log-sum-exps in two rows of lanes."""
+    shape = Shape(8, 2, 128, page_size=32, time=40, totals=(0, 40, 150))
+    arguments, num_pages = make_arguments(shape)
+    if fault is not None:
+        put_fault(fault, pallas_tpu, monkeypatch)
+    tiling = dataclasses.replace(TILING, query_tokens=40)
+    options = make_options(shape) | {
+        "num_pages": num_pages,
+        "sinks": jnp.linspace(-1.0, 2.0, 8).at[7].set(200.0),
+    }
+    run = functools.partial(pallas_tpu.paged_attention, **options, tiling=tiling)
+    out, log_sum = interpreted(lambda: jax.jit(run)(arguments))
+    expected, expected_log_sum = jax.jit(functools.partial(paged_attention.reference, **options))(arguments)
+    with nullcontext() if fault is None else pytest.raises((AssertionError, RuntimeWarning)):
+        assert_close(out[:, :, :7], expected[:, :, :7])
+        assert (jnp.abs(out[:, :, 7]) < 1e-30).all()
+        assert_log_sums_close(log_sum, expected_log_sum)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", SHAPES)
+def test_named_shapes_are_those_of_the_definition(name: str):
+    """In bfloat16, with pages as large as their rows of lanes ask for."""
+    shape = SHAPES[name]
+    for page_size in (shape.page_size, 64, 256):
+        shape = dataclasses.replace(shape, page_size=page_size)
+        if (refused := pallas_tpu.refusal(encoded(shape, "bf16")[0])) is None:
+            break
+        assert "use larger pages" in refused
+    arguments, num_pages = encoded(shape, "bf16")
+    out, _ = run_kernel(shape, arguments, num_pages)
+    assert not has_races()
+    exact, _ = run_reference(shape, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
+    expected, _ = run_reference(shape, arguments, num_pages)
+    assert_close(out, exact, 2 * max(relative_errors(expected, exact)))
+
+
 def test_float32_pools_are_multiplied_as_they_are_and_what_has_no_page_is_not_seen():
     """The longest row's second page, in a tile among others, is none: the row is as if it were not there."""
     shape = Shape(4, 2, 128, page_size=16, time=1, totals=(150,))
@@ -291,6 +370,8 @@ def test_a_fault_in_how_4_bit_keys_are_read_is_found(codec: str, fault, monkeypa
     ("shape", "width"),
     [
         (Shape(4, 2, 128, page_size=16, time=5, totals=(0, 3, 150), window=40), 4),
+        # Of a row that begins anew in its table the first page is seen to its end, which a tile more has.
+        (Shape(4, 2, 128, page_size=16, time=1, totals=(150, 200, 140)), 8),
         # More new tokens than the table has slots: the first of them see nothing.
         (Shape(4, 2, 128, page_size=16, time=20, totals=(3, 20, 37), has_sinks=True), 1),
     ],
@@ -465,6 +546,19 @@ def test_a_row_of_the_page_table_that_does_not_fit_is_refused_with_its_sizes():
     assert refused(1, 131_072) is None
     assert refused(1024, 65_536) is None
     assert "at most 262,144 bytes, got 262,148 for 65537 pages" in str(refused(1024, 65_537))
+
+
+def test_queries_and_pieces_that_the_kernel_does_not_take_are_refused():
+    arguments, _ = model_arguments(Shape(2, 1, 128, page_size=16, time=1), "bf16")
+    query = jax.ShapeDtypeStruct(arguments.query.shape, jnp.float16)
+    refused = pallas_tpu.refusal(arguments._replace(query=query))
+    assert refused == "queries must be bfloat16 or float32, got float16"
+    many = jax.ShapeDtypeStruct((36_000, 1, 2, 128), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((36_000, 4), jnp.int32)
+    refused = pallas_tpu.refusal(arguments._replace(query=many, page_table=table))
+    assert refused is not None
+    assert "at most 393,216 bytes" in refused
+    assert "for 36000 rows of 1 tokens" in refused
 
 
 def test_a_tile_is_a_small_part_of_what_may_be_seen():

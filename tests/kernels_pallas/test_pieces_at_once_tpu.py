@@ -12,9 +12,12 @@ from kernels_pallas.tpu import logits, queue, sizes, walk
 
 from ..compare import assert_close, relative_errors
 from .test_paged_attention import assert_log_sums_close, make_arguments, run_reference
-from .test_paged_attention_tpu import TILING, encoded, run_kernel
+from .test_paged_attention_tpu import TILING as SHORT_TILING
+from .test_paged_attention_tpu import encoded, run_kernel
 from .tpu_kernels import FAULTS, Fault, has_races, put_fault
 
+# Tiles have room for a short table's pages and for one more, which a row that begins anew in it sees.
+TILING = dataclasses.replace(SHORT_TILING, block_tokens=256)
 # Seven pieces, four at once, the last of them beside one that is none: rows that are idle or shorter than a
 # window, and ones whose window begins inside a page.
 WINDOW = Shape(8, 2, 64, page_size=32, time=1, totals=(0, 1, 37, 300, 90, 0, 64), window=60, has_sinks=True)
@@ -53,7 +56,7 @@ def make_call(shape: Shape, codec: str = "f32") -> tuple[PagedArguments, int]:
 
 def assert_as_the_definition(shape: Shape, arguments: PagedArguments, num_pages: int) -> None:
     """Assert that the kernel's error is at most twice the definition's own, and that it has no race."""
-    out, log_sum = run_kernel(shape, arguments, num_pages)
+    out, log_sum = run_kernel(shape, arguments, num_pages, TILING)
     assert not has_races()
     exact, _ = run_reference(shape, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
     expected, expected_log_sum = run_reference(shape, arguments, num_pages)
@@ -76,10 +79,26 @@ def test_pieces_that_are_attended_to_at_once_are_as_they_are_alone(shape: Shape,
     assert_as_the_definition(shape, arguments, num_pages)
 
 
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_rows_that_begin_anew_in_their_table_see_its_first_page_to_the_end(width: int):
+    """Of a table as wide as a window or narrower, and of one that is a tile: there a page more is seen."""
+    shape = dataclasses.replace(WINDOW, head_dim=128, page_size=64, window=None if width == 3 else 60)
+    arguments, num_pages = make_arguments(shape, width=width)
+    assert pieces_at_once(shape, arguments, num_pages) == 4
+    assert_as_the_definition(shape, arguments, num_pages)
+
+
+def test_rows_that_see_a_page_more_than_a_tile_has_are_not_attended_to_with_others():
+    shape = Shape(2, 1, 128, page_size=64, time=1, totals=(300, 500, 10))
+    arguments, num_pages = make_arguments(shape, width=4)
+    assert pieces_at_once(shape, arguments, num_pages) == 1
+    assert_as_the_definition(shape, arguments, num_pages)
+
+
 def test_one_row_alone_and_rows_of_several_tiles_are_not_attended_to_with_others():
     for shape in (
         dataclasses.replace(SHORT, totals=(100,)),
-        dataclasses.replace(SHORT, totals=(129, 100)),
+        dataclasses.replace(SHORT, totals=(257, 100)),
         dataclasses.replace(WINDOW, window=300),
     ):
         assert pieces_at_once(shape, *make_call(shape)) == 1
@@ -92,9 +111,9 @@ def test_a_page_table_in_parts_has_no_pieces_at_once(monkeypatch):
 
 
 def with_holes(shape: Shape) -> tuple[PagedArguments, int]:
-    """Return a call of rows of which two, of one group, do not have one of their pages each."""
+    """Return a call of rows of which two, of one group, do not have two and one of their pages."""
     arguments, num_pages = make_call(shape)
-    table = arguments.page_table.at[1, 1].set(num_pages).at[3, 0].set(-1)
+    table = arguments.page_table.at[1, 1::3].set(num_pages).at[3, 0].set(-1)
     return arguments._replace(page_table=table), num_pages
 
 
@@ -107,6 +126,11 @@ def with_holes(shape: Shape) -> tuple[PagedArguments, int]:
             for fault in [
                 # The first of the rows has the second's holes, or keeps its own for the next group.
                 (walk, "tokens_ref[member] = jax.lax.fori_loop", "tokens_ref[0] = jax.lax.fori_loop"),
+                (
+                    walk,
+                    "jax.lax.fori_loop(0, holes_ref[buffer], hide_page, tokens())",
+                    "hide_page(0, tokens())",
+                ),
                 (walk, "pl.when(has_holes)(functools.partial(show_all, member))", "pass"),
                 (queue, "array[buffer, :, place] = jnp.zeros(", "_ = jnp.zeros("),
             ]
@@ -119,7 +143,7 @@ def test_rows_without_one_of_their_pages_beside_others_are_as_the_definition(
     shape = dataclasses.replace(SHORT, page_size=16, totals=(128, 100, 90, 128, 64, 128, 80, 128))
     arguments, num_pages = with_holes(shape)
     assert pieces_at_once(shape, arguments, num_pages) == 8
-    monkeypatch.setattr(sizes, "_MAX_TOKENS_AT_ONCE", 512)
+    monkeypatch.setattr(sizes, "_MAX_TOKENS_AT_ONCE", 1024)
     assert pieces_at_once(shape, arguments, num_pages) == 4
     if fault is None:
         assert_as_the_definition(shape, arguments, num_pages)
@@ -130,6 +154,11 @@ def test_rows_without_one_of_their_pages_beside_others_are_as_the_definition(
 
 
 OF_GROUPS: dict[str, Fault] = {
+    "pieces of another step": (
+        walk,
+        "(first + i, pl.program_id(0) * sizes.pieces_per_step + first + i)",
+        "(first + i, first + i)",
+    ),
     "sums of another piece": (walk, "end_piece(*pair, own)", "end_piece(*pair, sums[0])"),
     "a sink left out": (walk, "total = total * keep + jnp.exp2(sink - peak)", "total = total * keep"),
     "heads of a pair swapped": (
@@ -143,14 +172,16 @@ OF_GROUPS: dict[str, Fault] = {
 @pytest.mark.gate
 @pytest.mark.parametrize("fault", [*FAULTS, *OF_GROUPS])
 def test_a_fault_where_pieces_are_attended_to_at_once_is_found(fault: str, monkeypatch):
-    """All tiles are full, in two turns: the count of another one would be waited for in vain."""
-    shape = Shape(4, 2, 128, page_size=16, time=1, totals=(250,) * 12, has_sinks=True)
+    """All tiles are full, in three turns: the count of another one would be waited for in vain."""
+    shape = Shape(4, 2, 128, page_size=16, time=1, totals=tuple(range(241, 253)), has_sinks=True)
     monkeypatch.setattr(sizes, "_MAX_CHUNK", 128)
     monkeypatch.setattr(sizes, "_MAX_TURN_LOGITS", 1)
+    # Steps of the grid of a group each.
+    monkeypatch.setattr(sizes, "_STEP_BYTES", 1)
     arguments, num_pages = make_call(shape)
-    tiling = dataclasses.replace(TILING, block_tokens=256)
+    tiling = dataclasses.replace(TILING, block_tokens=384)
     cut = pallas_tpu.sizes_of(arguments, num_pages, window=None, tiling=tiling)
-    assert (cut.pieces_at_once, len(cut.turns)) == (4, 2)
+    assert (cut.pieces_at_once, cut.pieces_per_step, len(cut.turns)) == (4, 4, 3)
     put_fault({**FAULTS, **OF_GROUPS}[fault], pallas_tpu, monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages, tiling)
     whole, row = relative_errors(out, run_reference(shape, arguments, num_pages)[0])
