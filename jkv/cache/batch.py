@@ -101,7 +101,8 @@ class TokenBatch(State):
         ends = jnp.cumsum(counts)
         # As many as there can be: each sequence may have one that is not full.
         pieces = jnp.arange(time // size + self.lens.shape[0], dtype=jnp.int32)
-        rows = jnp.searchsorted(ends, pieces, side="right").astype(jnp.int32)
+        # Other methods are loops of kernels, in every layer.
+        rows = jnp.searchsorted(ends, pieces, side="right", method="compare_all").astype(jnp.int32)
         rows = jnp.minimum(rows, self.lens.shape[0] - 1)
         past = (pieces - (ends - counts)[rows]) * size
         own = self.sequences[0]
