@@ -11,11 +11,7 @@ be given them, and counts one kernel for all scatters. A pool that is not writte
 
 import argparse
 import contextlib
-import math
-import re
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -32,6 +28,7 @@ from jkv.layers.rope import Rotation, rotate
 from jkv.targets import shapes_on, target
 from kernels_pallas import page_write
 from scripts.compilers import check_compilers
+from scripts.gpu_launches import Launch, compile_and_list
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 2, 8, 128, 64
 # Sequences, and new tokens of each.
@@ -73,22 +70,16 @@ def make_arguments(codec: str, num_seqs: int, time: int) -> list[Any]:
     return [begun, batch, jax.ShapeDtypeStruct((), jnp.int32), (angles, angles), heads]
 
 
-def kernels_of(mesh: Mesh, arguments: list[Any]) -> list[tuple[str, int]]:
-    """Compile a write for an H200 and return its kernels by name, with their threads."""
-    with tempfile.TemporaryDirectory() as folder:
-        compiler_options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        # Traced anew, whatever scatters.
-        jitted = jax.jit(lambda *given: write(*given), donate_argnums=0, compiler_options=compiler_options)
-        program = jitted.lower(*shapes_on(mesh, arguments)).compile()
-        (listing,) = Path(folder).glob("*thunk_sequence.txt")
-        said = listing.read_text()
+def kernels_of(mesh: Mesh, arguments: list[Any]) -> list[Launch]:
+    """Compile a write for an H200 and return its kernels."""
+    # Traced anew, whatever scatters.
+    jitted = jax.jit(lambda *given: write(*given), donate_argnums=0)
+    program, kernels = compile_and_list(jitted.lower(*shapes_on(mesh, arguments)))
     memory: Any = program.memory_analysis()
     pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[0].pools))
     if memory.alias_size_in_bytes < pools:
         raise RuntimeError(f"{pools:,} bytes are to be written in place, got {memory.alias_size_in_bytes:,}")
-    lines = re.findall(r"^\d+: .*?\] (\S+)(.*)", said, re.MULTILINE)
-    # After a kernel's name: `grid: [4, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes`.
-    return [(name, math.prod(map(int, re.findall(r"(\d+)[],]", sizes)))) for name, sizes in lines]
+    return kernels
 
 
 def main() -> None:

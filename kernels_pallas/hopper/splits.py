@@ -50,7 +50,8 @@ class Splits(NamedTuple):
     """What there is to do, worked out on the device.
 
     Attributes:
-        work: of each split its sequence, first block, blocks, first token that a query sees, and tokens held.
+        work: of each split its sequence, first block, blocks, first token that a query sees, and tokens held;
+            past the last split zero.
         counts: the number of splits, the pool's page that is page 0 of the layer, and the stripe's stride and
             offset where there is one.
         of_sequences: of each sequence its first split, and how many it has.
@@ -108,7 +109,9 @@ def cut(max_pages: int, page_size: int, split_tokens: int, time: int) -> Cut:
     if time > PIECE_TOKENS:
         return Cut(_WHOLE, 1, capacity, page_size)
     split = max(split_tokens, -(-capacity // _MAX_SPLITS))
-    split = -(-split // BLOCK_TOKENS) * BLOCK_TOKENS
+    # Whole pages, which are those of a stripe.
+    whole = max(BLOCK_TOKENS, page_size)
+    split = -(-split // whole) * whole
     # What is seen may begin within a split.
     return Cut(split, -(-capacity // split) + 1, capacity, page_size)
 
@@ -154,16 +157,21 @@ def plan(
     last = jnp.cumsum(counts, dtype=jnp.int32)
     first = last - counts
 
-    split = jnp.arange(num_seqs * sizes.max_splits, dtype=jnp.int32)
-    # Past the last split there is a sequence too: what it says is not read.
-    seq = jnp.minimum(jnp.searchsorted(last, split, side="right").astype(jnp.int32), num_seqs - 1)
-    begin = (first_split[seq] + split - first[seq]) * sizes.split
-    first_block = jnp.maximum(begin, first_slot[seq]) // BLOCK_TOKENS
-    end_block = -(-jnp.minimum(begin + sizes.split, end_slot[seq]) // BLOCK_TOKENS)
-    work = jnp.stack([seq, first_block, end_block - first_block, first_seen[seq], ends[seq]], axis=1)
+    # Scattered, since what each sequence has is known, and a search is a loop of kernels on a GPU.
+    split = jnp.arange(sizes.max_splits, dtype=jnp.int32)[None]
+    begin = (first_split[:, None] + split) * sizes.split
+    first_block = jnp.maximum(begin, first_slot[:, None]) // BLOCK_TOKENS
+    end_block = -(-jnp.minimum(begin + sizes.split, end_slot[:, None]) // BLOCK_TOKENS)
+    seq = jnp.arange(num_seqs, dtype=jnp.int32)[:, None]
+    columns = seq, first_block, end_block - first_block, first_seen[:, None], ends[:, None]
+    rows = jnp.stack(jnp.broadcast_arrays(*columns), axis=-1).astype(jnp.int32)
+    num_splits = num_seqs * sizes.max_splits
+    place = jnp.where(split < counts[:, None], first[:, None] + split, num_splits)
+    work = jnp.zeros((num_splits, len(columns)), jnp.int32)
+    work = work.at[place].set(rows, mode="drop", unique_indices=True)
 
     return Splits(
-        work=work.astype(jnp.int32),
+        work=work,
         counts=jnp.stack([jnp.asarray(x, jnp.int32) for x in (last[-1], page_offset, *(stripe or ()))]),
         of_sequences=jnp.stack([first, counts], axis=1).astype(jnp.int32),
         limits=limits(starts, lens, time=time, group=group, padding=padding),

@@ -12,7 +12,9 @@ from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes
 from kernels_pallas.paged_attention.shapes import Shape
 
 
-def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple[PagedArguments, int]:
+def model_arguments(
+    shape: Shape, codec_name: str, num_layers: int = 2, layout: PoolLayout = "tpu"
+) -> tuple[PagedArguments, int]:
     """Return the shapes of a bfloat16 model's call, each sequence with its own pages, and a layer's pages."""
     codecs, num_seqs = find_codecs(*codec_name.split("/")), len(shape.totals)
     width = -(-max(shape.totals) // shape.page_size)
@@ -22,7 +24,7 @@ def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple
         query = jnp.zeros((num_seqs, shape.time, shape.num_heads, shape.head_dim), jnp.bfloat16)
         sizes = {"page_size": shape.page_size, "head_dim": shape.head_dim}
         of_pool = {"num_pages": num_layers * num_pages, "num_kv_heads": shape.num_kv_heads}
-        keys, values = (make_pages(codec, of_pool, sizes) for codec in codecs)
+        keys, values = (make_pages(codec, of_pool, sizes, layout) for codec in codecs)
         rows, table = jnp.zeros(num_seqs, jnp.int32), jnp.zeros((num_seqs, width), jnp.int32)
         recent = None
         if keys.run_slots is not None:
@@ -33,7 +35,9 @@ def model_arguments(shape: Shape, codec_name: str, num_layers: int = 2) -> tuple
     return jax.eval_shape(make), num_pages
 
 
-def latent_arguments(shape: LatentShape, codec_name: str, num_layers: int = 2) -> tuple[LatentArguments, int]:
+def latent_arguments(
+    shape: LatentShape, codec_name: str, num_layers: int = 2, layout: PoolLayout = "tpu"
+) -> tuple[LatentArguments, int]:
     """Return the same of an absorbed call of latent attention."""
     group = CacheGroup(num_layers, 1, shape.latent_dim, codec_name, kind="latent", rope_dim=shape.rope_dim)
     num_seqs = len(shape.totals)
@@ -46,7 +50,7 @@ def latent_arguments(shape: LatentShape, codec_name: str, num_layers: int = 2) -
         )
         of_pool = {"num_pages": num_layers * num_pages, "num_kv_heads": 1}
         latents, ropes = (
-            make_pages(codec, of_pool, {"page_size": shape.page_size, "head_dim": dim})
+            make_pages(codec, of_pool, {"page_size": shape.page_size, "head_dim": dim}, layout)
             for codec, dim in zip(group.codecs, group.dims, strict=True)
         )
         rows, table = jnp.zeros(num_seqs, jnp.int32), jnp.zeros((num_seqs, width), jnp.int32)
