@@ -187,17 +187,43 @@ def test_an_implementation_is_named_or_left_to_the_platform():
     assert ops.choose("reference") == "reference"
 
 
+A100 = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="NVIDIA A100")
+ON_TPUS = "attention 'pallas_tpu' runs on TPUs, got {}; use 'auto'"
+ON_GPUS = "attention 'pallas_gpu' runs on GPUs of compute capability 9.0, got {}; use 'auto'"
+
+
+@pytest.mark.parametrize("codec", ["f32", "bf16"])
+@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("pallas_tpu", "attention 'pallas_tpu' runs on TPUs, got cpu; use 'auto'"),
-        ("pallas_gpu", "attention 'pallas_gpu' runs on GPUs of compute capability 9.0, got cpu; use 'auto'"),
-    ],
+    ("name", "message"), [("pallas_tpu", ON_TPUS), ("pallas_gpu", ON_GPUS)], ids=["tpu", "gpu"]
 )
-def test_a_kernel_by_name_is_refused_by_platform_before_shapes(name: ops.Implementation, message: str):
-    cache, batch = make_cache().begin(jnp.full(ROWS, TIME, jnp.int32), time=TIME)
-    with pytest.raises(ValueError, match=message):
-        ops.attend(*make_rows(), cache, (0, 0), batch, scale=1.0, implementation=name)
+def test_a_kernel_by_name_is_refused_by_platform_before_shapes(
+    name: ops.Implementation, message: str, is_traced: bool, codec: str
+):
+    wrapped = jax.jit if is_traced else lambda call: call
+    # Sizes that both kernels take.
+    groups = CacheGroup(1, 1, 128, codec), CacheGroup(1, 1, 128, codec, kind="latent", rope_dim=64)
+    keys, latents = (
+        Cache.dense(CacheSpec.create([group], page_size=64), num_sequences=1, capacity=64).begin(
+            jnp.ones(1, jnp.int32), time=1
+        )
+        for group in groups
+    )
+    query, rope = jnp.zeros((1, 1, 1, 128), jnp.bfloat16), jnp.zeros((1, 1, 1, 64), jnp.bfloat16)
+    options = {"scale": 1.0, "implementation": name}
+
+    def attend_heads():
+        return ops.attend(query, query, query, keys[0], (0, 0), keys[1], **options)
+
+    def attend_latents():
+        rows = (query, rope, query[:, :, 0], rope[:, :, 0])
+        return ops.attend_latent(*rows, latents[0], (0, 0), latents[1], **options)
+
+    for call in (attend_heads, attend_latents):
+        with pytest.raises(ValueError, match=message.format("cpu")):
+            wrapped(call)()
+    with pytest.raises(ValueError, match=message.format("NVIDIA A100")):
+        ops.choose(name, device=A100)
 
 
 @pytest.mark.parametrize(

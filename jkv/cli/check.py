@@ -136,7 +136,9 @@ def check(config: str, overrides: Sequence[str] = (), *, model: ModelConfig | No
 def _devices(config: DecodeConfig) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in config.mesh.axes)
     asked = config.engine.attention
-    return f"devices: {config.mesh.num_devices} ({axes})\nattention: {asked} -> {ops.choose(asked)}\n"
+    # A kernel by name may be another machine's.
+    chosen = ops.choose(asked) if asked == "auto" else asked
+    return f"devices: {config.mesh.num_devices} ({axes})\nattention: {asked} -> {chosen}\n"
 
 
 def _specs(mesh: MeshSection) -> str:

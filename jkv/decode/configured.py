@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from jkv import ops
 from jkv.cache.checks import Scales
 from jkv.cache.codec import choose_layout
 from jkv.cache.spec import CacheSpec
@@ -36,10 +37,13 @@ def load_configured(config: DecodeConfig) -> LanguageModel:
     """Load the configured model, or draw its weights, onto the configured mesh.
 
     Raises:
-        ValueError: as `load_model`, the machine has fewer devices than the mesh, or the configured scales are
-            not this model's.
+        ValueError: as `load_model`, the machine has fewer devices than the mesh, the configured attention is
+            another device's kernel, or the configured scales are not this model's.
     """
-    configured_scales(config)  # what is wrong with them is said before the weights are read
+    # What is wrong with these is said before the weights are read.
+    configured_scales(config)
+    sharding = make_sharding(config.mesh)
+    ops.choose(config.engine.attention, device=sharding and sharding.device)
     model = config.model
     codec = model.weights if model.weights in ("int8", "int4") else None
     # What is read is packed from full precision; what is drawn has none to lose.
@@ -49,7 +53,7 @@ def load_configured(config: DecodeConfig) -> LanguageModel:
         "param_dtype": jnp.dtype(model.weights if codec is None else unpacked),
         "weight_codec": codec,
         "implementation": config.engine.attention,
-        "sharding": make_sharding(config.mesh),
+        "sharding": sharding,
     }
     if model.has_random_weights:
         return make_model(configured_model(config), draw_parameters, **options)

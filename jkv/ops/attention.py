@@ -15,7 +15,7 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.ops.causal import causal_attention
 from jkv.ops.checks import Where, check_heads, check_options, check_own, check_place, check_step, find_group
-from jkv.ops.choice import Implementation, choose, choose_writer, module_of
+from jkv.ops.choice import Implementation, check_name, choose, choose_writer, module_of
 from jkv.ops.pools import recent_keys, stored_pages, turned, write, write_runs
 from jkv.ops.shards import run
 from jkv.ops.stripes import own_columns, own_sinks
@@ -82,7 +82,7 @@ def attend(
             sharding, a ragged step is of sequences that are split, a kernel is named that the device has not,
             or a gradient is taken through a cache.
     """
-    choose(implementation)
+    check_name(implementation)
     check_options(query, scale, window, soft_cap, sinks)
     if cache is None:
         if key is None or value is None:
@@ -102,7 +102,7 @@ def attend(
     if spec.kind != "gqa":
         raise ValueError(f"cache group {group} holds latents: call `attend_latent`")
     check_heads(spec, key, value)
-    device = _device_of(query, sharding)
+    device = _device_of(implementation, sharding, query, cache)
     writer = choose_writer(implementation, device)
     if query.shape[-1] != spec.head_dim:
         raise ValueError(f"query head_dim must be the cache's, {spec.head_dim}, got {query.shape[-1]}")
@@ -186,7 +186,7 @@ def attend_latent(
     Raises:
         ValueError: as `attend`.
     """
-    choose(implementation)
+    check_name(implementation)
     check_options(query, scale, window)
     where, batch = check_place(cache, where, batch, window, sharding, query, rope_query, latent, rope)
     group, _ = where
@@ -194,7 +194,7 @@ def attend_latent(
     if spec.kind != "latent":
         raise ValueError(f"cache group {group} holds keys and values: call `attend`")
     check_heads(spec, latent[:, :, None], rope[:, :, None])
-    device = _device_of(query, sharding)
+    device = _device_of(implementation, sharding, query, cache)
     writer = choose_writer(implementation, device)
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
@@ -262,8 +262,22 @@ def append(
     return written
 
 
-def _device_of(array: jax.Array, sharding: Sharding | None) -> Any:
-    """Return a device that a call runs on; None where it is traced for whatever device."""
+def _device_of(
+    implementation: Implementation, sharding: Sharding | None, query: jax.Array, cache: Cache
+) -> Any:
+    """Return a device that a call runs on; None is this process's.
+
+    What `auto` takes in a program without a sharding is this process's choice. A kernel by name may be for
+    another machine's program, whose shapes lie on its mesh.
+    """
     if sharding is not None:
         return sharding.device
-    return None if isinstance(array, Tracer) else next(iter(array.devices()))
+    if not isinstance(query, Tracer):
+        return next(iter(query.devices()))
+    if implementation == "auto":
+        return None
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((query, cache)))
+    named = next((mesh.abstract_device for mesh in meshes if mesh.abstract_device is not None), None)
+    # One that is here says more of itself.
+    kind = named and named.device_kind
+    return next((device for device in jax.local_devices() if device.device_kind == kind), named)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+from jax._src import config as jax_config  # whether Pallas interprets is private
 
 from kernels_pallas import page_write
 from kernels_pallas.latent_attention import LatentArguments
@@ -36,25 +37,22 @@ def choose(
         implementation: `auto`, or one by name.
         arguments: the call; None asks for the platform's choice, whatever is called.
         tiling: of the call.
-        device: that the program is for; None is this process's, or any for which a kernel is named: a
-            program without a mesh that is for another device names its kernel.
+        device: that the program is for; None is this process's.
 
     Raises:
-        ValueError: the name is unknown, or that of another device's kernel than `device`.
+        ValueError: the name is unknown, or that of another device's kernel than `device`, and Pallas does not
+            interpret.
     """
-    names = get_args(Implementation)
-    if implementation not in names:
-        raise ValueError(
-            f"attention implementation must be one of {', '.join(names)}, got {implementation!r}"
-        )
+    check_name(implementation)
+    device = jax.local_devices()[0] if device is None else device
     if implementation != "auto":
-        if implementation in _DEVICES and device is not None and _kernel_of(device) != implementation:
+        is_foreign = implementation in _DEVICES and _kernel_of(device) != implementation
+        if is_foreign and not _is_interpreted():
             raise ValueError(
                 f"attention {implementation!r} runs on {_DEVICES[implementation]}, got {device.device_kind}; "
                 "use 'auto'"
             )
         return implementation
-    device = jax.local_devices()[0] if device is None else device
     kernel = _kernel_of(device)
     if arguments is None:
         return kernel or "xla"
@@ -65,6 +63,18 @@ def choose(
     chosen = kernel if kernel is not None and reason is None else "xla"
     _LOGGER.info("attention: auto -> %s%s", chosen, "" if reason is None else f": {reason}")
     return chosen
+
+
+def check_name(implementation: str) -> None:
+    """Refuse a name that no implementation has.
+
+    Raises:
+        ValueError: lists those that there are.
+    """
+    if implementation not in (names := get_args(Implementation)):
+        raise ValueError(
+            f"attention implementation must be one of {', '.join(names)}, got {implementation!r}"
+        )
 
 
 def choose_writer(implementation: Implementation, device: Any = None) -> Callable[..., Any]:
@@ -101,7 +111,13 @@ def _kernel_of(device: Any) -> Chosen | None:
     """Return the kernel for a device; None where there is none."""
     if device.platform == "tpu":
         return "pallas_tpu"
-    # Products of a warp group are an instruction of compute capability 9.0 alone.
-    if device.platform == "gpu" and device.compute_capability == "9.0":
+    # Products of a warp group are an instruction of compute capability 9.0 alone. A traced mesh does not say
+    # its own: whose kernel is named for another machine is believed.
+    if device.platform == "gpu" and getattr(device, "compute_capability", "9.0") == "9.0":
         return "pallas_gpu"
     return None
+
+
+def _is_interpreted() -> bool:
+    """Return whether Pallas interprets kernels, which then run on any device."""
+    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None

@@ -49,6 +49,8 @@ def test_the_mesh_and_its_specs_are_shown():
 def test_the_implementation_that_will_run_is_named():
     assert "attention: auto -> xla" in check("smollm2-cpu")
     assert "attention: reference -> reference" in check("smollm2-cpu", ["--engine.attention", "reference"])
+    # Of another machine.
+    assert "attention: pallas_gpu -> pallas_gpu" in check("smollm2-cpu", ["--engine.attention", "pallas_gpu"])
 
 
 def test_the_layout_of_the_pool_is_named_with_its_padding():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jkv.cli import bench
+from jkv.decode import configured
 from scripts import decode
 
 PRESET = """
@@ -68,3 +69,16 @@ def test_the_short_program_prints_token_ids_of_a_mesh(capsys):
 def test_what_random_weights_cannot_do_is_refused(refusal, arguments, message):
     np.savez("tokens.npz", tokens=[[1, 2]])
     assert message in refusal(*arguments)
+
+
+@pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_kernel_of_another_device_is_refused_before_weights_are_drawn(
+    refusal, name: str, num_devices: int, monkeypatch
+):
+    monkeypatch.setattr(configured, "make_model", None)
+    mesh = ("--mesh.axes", "data", "1", "model", str(num_devices))
+    assert f"attention '{name}' runs on" in refusal(*DECODE, *SMALL, "--attention", name, *mesh)
+    flags = ("--model", "small", "--model.has-random-weights", "--engine.attention", name)
+    with pytest.raises(ValueError, match=f"attention '{name}' runs on"):
+        decode.main("default", "1,2,3", *flags, *mesh)
