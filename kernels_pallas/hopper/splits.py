@@ -166,7 +166,8 @@ def plan(
     columns = seq, first_block, end_block - first_block, first_seen[:, None], ends[:, None]
     rows = jnp.stack(jnp.broadcast_arrays(*columns), axis=-1).astype(jnp.int32)
     num_splits = num_seqs * sizes.max_splits
-    place = jnp.where(split < counts[:, None], first[:, None] + split, num_splits)
+    nowhere = num_splits + seq * sizes.max_splits + split
+    place = jnp.where(split < counts[:, None], first[:, None] + split, nowhere)
     work = jnp.zeros((num_splits, len(columns)), jnp.int32)
     work = work.at[place].set(rows, mode="drop", unique_indices=True)
 

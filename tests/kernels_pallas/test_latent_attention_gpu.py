@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas import latent_attention
+from kernels_pallas.hopper import blocks, stages
 from kernels_pallas.hopper import splits as splitting
-from kernels_pallas.hopper import stages
 from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_gpu
 from kernels_pallas.latent_attention.shapes import Shape
 from kernels_pallas.paged_attention import Pages, Tiling
@@ -25,8 +24,8 @@ from ..gpu_kernels import compile_latent, interpret
 from ..machines import find_target
 from .stripes import in_stripes
 from .test_latent_attention import SCALE, lens_of, make_arguments, run
-from .test_paged_attention import change_scale, shift_mask
-from .test_paged_attention_gpu import encode, with_fault
+from .test_paged_attention import assert_log_sums_close, change_scale, shift_mask
+from .test_paged_attention_gpu import encode, place_near_the_end, put_fault, unname
 from .tpu_kernels import Fault
 
 # Two splits for the longest row; one program takes all of them.
@@ -38,11 +37,14 @@ CHUNK = Shape(24, 128, 64, 8, 8, page_size=64, time=3, totals=(2, 180), window=1
 PREFILL = Shape(8, 128, 64, 8, 8, page_size=32, time=40, totals=(3, 0, 100), window=50)
 
 
-@functools.cache
-def compiled(shape: Shape, num_pages: int, tiling: Tiling = TILING):
-    """Return the interpreted kernel for a shape, compiled once for all calls."""
+def call_of(shape: Shape, num_pages: int, tiling: Tiling = TILING):
+    """Return the interpreted kernel for a shape."""
     options = {"num_pages": num_pages, "scale": SCALE, "window": shape.window, "tiling": tiling}
     return jax.jit(functools.partial(pallas_gpu.latent_attention, **options))
+
+
+# Compiled once for all calls.
+compiled = functools.cache(call_of)
 
 
 def run_kernel(shape: Shape, arguments: LatentArguments, num_pages: int, tiling: Tiling = TILING):
@@ -57,6 +59,12 @@ def run_reference(shape: Shape, dtype, arguments: LatentArguments | None = None)
 def own_error(shape: Shape, dtype) -> float:
     """Return the error of the definition over a pool in `dtype`, and queries and outputs in it."""
     return max(relative_errors(run_reference(shape, dtype)[0], run_reference(shape, jnp.float32)[0]))
+
+
+def own_log_error(shape: Shape, dtype) -> float:
+    """Return the same of its log-sum-exp."""
+    logs = (np.asarray(run_reference(shape, each)[1]) for each in (dtype, jnp.float32))
+    return max(relative_errors(*(np.where(np.isfinite(each), each, 0) for each in logs)))
 
 
 @pytest.mark.parametrize(
@@ -75,82 +83,115 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
     assert_close(out, expected, 2 * own_error(shape, dtype))
     is_padding = np.arange(shape.time)[None] >= lens_of(shape)[:, None]
     assert (np.asarray(out)[is_padding] == 0).all()
-    assert (np.asarray(log_sum)[is_padding] == -np.inf).all()
-    _, rounded = run_reference(shape, dtype)
-    logs = [np.asarray(x)[~is_padding] for x in (log_sum, expected_log_sum, rounded)]
-    assert_close(logs[0], logs[1], 2 * max(relative_errors(logs[2], logs[1])))
+    assert_log_sums_close(log_sum, expected_log_sum, 2 * own_log_error(shape, dtype))
 
 
 @pytest.mark.parametrize(
-    ("codec", "scaling"),
+    "case",
     [
-        ("fp8_e4m3", "token"),
-        ("int4", "channels"),
+        # codec, scaling, page_size
+        ("fp8_e4m3", "token", 16),
+        ("int4", "channels", 128),
         *(
-            pytest.param(*case, marks=pytest.mark.gate)
-            for case in [("int8", "token"), ("int8", "head"), ("fp8_e5m2", "head")]
+            pytest.param(case, marks=pytest.mark.gate)
+            for case in [
+                ("int4", "channels", 16),
+                ("int8", "token", 16),
+                ("int8", "token", 128),
+                ("int8", "head", 32),
+                ("fp8_e4m3", "token", 128),
+                ("fp8_e5m2", "head", 128),
+            ]
         ),
     ],
 )
-def test_encoded_latents_cost_what_rounding_queries_and_weights_does(codec: str, scaling: str):
-    shape = dataclasses.replace(DECODE, latent_dim=512 if codec == "int4" else 128)
+def test_encoded_latents_cost_what_rounding_queries_and_weights_does(case):
+    compare_encoded(*case)
+
+
+def compare_encoded(codec: str, scaling: str, page_size: int, *, with_other_scales: bool = False) -> None:
+    latent_dim = 512 if codec == "int4" else 128
+    shape = dataclasses.replace(DECODE, latent_dim=latent_dim, page_size=page_size)
     arguments, num_pages = encoded(shape, codec, scaling)
-    out, _ = run_kernel(shape, arguments, num_pages)
-    expected, _ = run_reference(shape, jnp.float32, arguments)
-    assert_close(out, expected, 2 * own_error(shape, jnp.bfloat16))
-    latents = arguments.latents
-    assert latents.scale is not None
-    faulty = dataclasses.replace(latents, scale=jnp.roll(latents.scale, 1, -1) * 1.1)
-    out, _ = run_kernel(shape, arguments._replace(latents=faulty), num_pages)
+    given = arguments
+    if with_other_scales:
+        latents = arguments.latents
+        assert latents.scale is not None
+        other = dataclasses.replace(latents, scale=jnp.roll(latents.scale, 1, -1) * 1.1)
+        given = arguments._replace(latents=other)
+    compare(shape, given, num_pages, expected=arguments)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(("codec", "scaling"), [("fp8_e4m3", "token"), ("int4", "channels")])
+def test_other_scales_are_found(codec: str, scaling: str):
     with pytest.raises(AssertionError, match="relative error"):
-        assert_close(out, expected, 2 * own_error(shape, jnp.bfloat16))
+        compare_encoded(codec, scaling, 16, with_other_scales=True)
 
 
 def encoded(shape: Shape, codec: str, scaling: str) -> tuple[LatentArguments, int]:
-    """Return the arguments with latents in a codec, and rotated parts in bfloat16."""
+    """Return arguments with latents in a codec, near the end a token of zeros, and bfloat16 beside them."""
     arguments, num_pages = make_arguments(shape, is_absorbed=True)
+    page, slot = place_near_the_end(arguments, shape.totals[-1], shape.page_size)
+    latents = Pages(arguments.latents.data.at[page, :, slot].set(0))
     ropes = Pages(arguments.ropes.data.astype(jnp.bfloat16))
-    return arguments._replace(latents=encode(arguments.latents, codec, scaling), ropes=ropes), num_pages
+    return arguments._replace(latents=encode(latents, codec, scaling), ropes=ropes), num_pages
 
 
-def compare(kernel: ModuleType, shape: Shape, arguments: LatentArguments, num_pages: int, stripes: int = 1):
-    """Compare a kernel with the definition of the same call in float32."""
-    options = {"num_pages": num_pages, "scale": SCALE, "window": shape.window, "tiling": TILING}
-    call = jax.jit(functools.partial(kernel.latent_attention, **options))
+def compare(
+    shape: Shape,
+    arguments: LatentArguments,
+    num_pages: int,
+    stripes: int = 1,
+    expected: LatentArguments | None = None,
+) -> None:
+    """Compare the kernel with the definition in float32, of the same call or of another."""
+    call = call_of(shape, num_pages)
     if stripes > 1:
         out, log_sum = in_stripes(lambda arguments, _: interpret(call, arguments), arguments, stripes)
     else:
         out, log_sum = interpret(call, arguments)
-    expected, expected_log_sum = run_reference(shape, jnp.float32, arguments)
-    assert_close(out, expected, 2 * own_error(shape, jnp.bfloat16))
-    assert (np.isfinite(log_sum) == np.isfinite(np.asarray(expected_log_sum))).all()
+    right, right_log_sum = run_reference(shape, jnp.float32, expected or arguments)
+    assert_close(out, right, 2 * own_error(shape, jnp.bfloat16))
+    assert_log_sums_close(log_sum, right_log_sum, 2 * own_log_error(shape, jnp.bfloat16))
 
 
-def compare_in_stripes(kernel: ModuleType) -> None:
+def compare_in_stripes() -> None:
     """Of one row a stripe has nothing."""
     shape = Shape(8, 128, 64, 8, 8, page_size=32, time=3, totals=(3, 0, 151))
     arguments, num_pages = make_arguments(shape, is_absorbed=True, dtype=jnp.bfloat16)
-    compare(kernel, shape, arguments, num_pages, stripes=2)
+    compare(shape, arguments, num_pages, stripes=2)
 
 
-def compare_over_a_ring(kernel: ModuleType) -> None:
+def compare_over_a_ring() -> None:
     """The table names two pages of four; the step's last tokens are written over what its first would see."""
     shape = Shape(2, 128, 64, 8, 8, page_size=32, time=40, totals=(100,))
     arguments, num_pages = make_arguments(shape, is_absorbed=True, dtype=jnp.bfloat16, dead=0.0)
-    compare(kernel, shape, arguments._replace(page_table=arguments.page_table[:, 2:4]), num_pages)
+    compare(shape, arguments._replace(page_table=arguments.page_table[:, 2:4]), num_pages)
 
 
-def compare_in_4_bits(kernel: ModuleType) -> None:
+def compare_in_4_bits() -> None:
     shape = Shape(1, 512, 64, 8, 8, page_size=64, time=1, totals=(70,))
-    compare(kernel, shape, *encoded(shape, "int4", "channels"))
+    compare(shape, *encoded(shape, "int4", "channels"))
 
 
-@pytest.mark.parametrize("compare_kernel", [compare_in_stripes, compare_over_a_ring])
-def test_stripes_merged_and_rings_equal_the_definition(compare_kernel):
-    compare_kernel(pallas_gpu)
+def compare_with_holes() -> None:
+    """In a block that is seen wholly but for them."""
+    arguments, num_pages = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16)
+    compare(DECODE, unname(arguments, num_pages, 2, (1, 2, 3)), num_pages)
 
 
-FAULTS: dict[str, tuple[Callable[[ModuleType], None], Fault]] = {
+def compare_plain() -> None:
+    arguments, num_pages = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16)
+    compare(DECODE, arguments, num_pages)
+
+
+@pytest.mark.parametrize("compare_kernel", [compare_in_stripes, compare_over_a_ring, compare_with_holes])
+def test_stripes_merged_rings_and_holes_equal_the_definition(compare_kernel):
+    compare_kernel()
+
+
+FAULTS: dict[str, tuple[Callable[[], None], Fault]] = {
     "positions of all pages": (
         compare_in_stripes,
         (pallas_gpu, "first_seen, end, stripe\n", "first_seen, end, None\n"),
@@ -168,6 +209,38 @@ FAULTS: dict[str, tuple[Callable[[ModuleType], None], Fault]] = {
         (splitting, "starts=(starts[:, None] + past)", "starts=(starts[:, None] + 0 * past)"),
     ),
     "bits of the first half": (compare_in_4_bits, (stages, "4 * half", "0 * half")),
+    "a page of the next layer": (
+        compare_with_holes,
+        (blocks, "entry < self.num_pages", "entry <= self.num_pages"),
+    ),
+    "latents of no page": (
+        compare_with_holes,
+        (pallas_gpu, "sizes.walk.is_whole(*held)", "sizes.walk.is_whole(block, jnp.int32(15), *held[2:])"),
+    ),
+    "logarithms of zero": (
+        functools.partial(compare_encoded, "fp8_e4m3", "token", 16),
+        (stages, "1.0), _LEAST_SCALE)", "1.0), 0.0)"),
+    ),
+    "scales of a page's first slots": (
+        functools.partial(compare_encoded, "int8", "token", 128),
+        (
+            pallas_gpu,
+            "copy_scales(pool.scale.at[*source]",
+            "copy_scales(pool.scale.at[piece.page, pl.ds(slot, num_slots)]",
+        ),
+    ),
+    "a log-sum-exp that is off": (
+        functools.partial(compare_encoded, "int8", "head", 32),
+        (pallas_gpu, "log_sum_of(peak, total)", "log_sum_of(peak, total) + 1"),
+    ),
+    "a copy into another stage": (
+        compare_plain,
+        (pallas_gpu, "blocks.latents.at[stage, group, pl", "blocks.latents.at[1 - stage, group, pl"),
+    ),
+    "rotated parts of another stage": (
+        compare_plain,
+        (pallas_gpu, "blocks.ropes.at[*target]", "blocks.ropes.at[1 - stage, *target[1:]]"),
+    ),
 }
 
 
@@ -175,14 +248,11 @@ FAULTS: dict[str, tuple[Callable[[ModuleType], None], Fault]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     compare_kernel, own = FAULTS[fault]
-    kernel = faulty = with_fault(own)
-    if own[0] is not pallas_gpu:
-        kernel = pallas_gpu
-        user, name = (splitting, "in_pieces") if own[0] is splitting else (pallas_gpu, "convert_half")
-        monkeypatch.setattr(user, name, getattr(faulty, name))
+    put_fault(own, monkeypatch)
     # Of stripes the sums of what is NaN are a warning.
-    with pytest.raises((AssertionError, RuntimeWarning), match=r"relative error|invalid value"):
-        compare_kernel(kernel)
+    found = r"relative error|races in kernels|invalid value"
+    with pytest.raises((AssertionError, RuntimeWarning), match=found):
+        compare_kernel()
 
 
 def drop_last_page(arguments: LatentArguments) -> LatentArguments:
@@ -220,14 +290,6 @@ def test_neither_other_rows_nor_dead_slots_change_a_bit():
     np.testing.assert_array_equal(out[2], together[2])
     assert (np.asarray(out[:2]) == 0).all()
     assert (np.asarray(log_sum[:2]) == -np.inf).all()
-
-
-def test_a_page_id_outside_the_layer_is_not_read():
-    arguments, num_pages = make_arguments(DECODE, is_absorbed=True, dtype=jnp.bfloat16)
-    arguments = arguments._replace(page_table=arguments.page_table.at[2, 3].set(-1))
-    out, _ = run_kernel(DECODE, arguments, num_pages)
-    expected, _ = run_reference(DECODE, jnp.bfloat16, arguments)
-    assert_close(out, expected, 2 * own_error(DECODE, jnp.bfloat16))
 
 
 def make_pool(

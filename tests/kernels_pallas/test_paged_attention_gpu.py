@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,16 @@ from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
 from kernels_pallas.hopper import accumulators, blocks, stages
 from kernels_pallas.hopper import splits as splitting
-from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
+from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
+from kernels_pallas.paged_attention import (
+    PagedArguments,
+    Pages,
+    PageSizes,
+    Tiling,
+    pallas_gpu,
+    pallas_gpu_prefill,
+)
+from kernels_pallas.paged_attention.reference import heads_of
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
@@ -78,20 +88,68 @@ def encode(pages: Pages, codec: str, scaling: str) -> Pages:
     largest = 127 if codec == "int8" else float(jnp.finfo(dtype).max)
     reduce = np.max if scaling == "token" else np.nanmax
     scale = reduce(np.abs(data), axis=axes) / np.float32(largest)
-    numbers = data / (scale[..., None] if scaling == "token" else scale[:, None, None])
+    # Of a vector of zeros jkv keeps a scale of zero.
+    by = np.where(scale == 0, 1, scale)
+    numbers = data / (by[..., None] if scaling == "token" else by[:, None, None])
     if codec == "int8":
         return Pages(jnp.asarray(np.nan_to_num(np.rint(numbers), nan=127), jnp.int8), jnp.asarray(scale))
     bits = np.asarray(numbers).astype(dtype).view(np.uint8)
     return Pages(jnp.asarray(bits), jnp.asarray(scale), entry=cast(Any, codec))
 
 
-@functools.cache
-def compiled(shape: Shape, num_pages: int):
-    """Return the interpreted kernel for a shape, compiled once for all calls."""
-    options = make_options(shape)
-    return jax.jit(
-        functools.partial(pallas_gpu.paged_attention, num_pages=num_pages, tiling=TILING, **options)
-    )
+def encode_call(shape: Shape, codec: str, scaling: str) -> tuple[PagedArguments, int]:
+    """Return arguments with pools in a codec, of unlike heads, and near the end a token of zeros."""
+    arguments, num_pages = make_arguments(shape)
+    factors = 0.5 ** np.arange(shape.num_kv_heads, dtype=np.float32)[None, :, None, None]
+    page, slot = place_near_the_end(arguments, shape.totals[-1], shape.page_size)
+    pools = (pages.data.at[page, :, slot].set(0) * factors for pages in (arguments.keys, arguments.values))
+    keys, values = (encode(Pages(data), codec, scaling) for data in pools)
+    return arguments._replace(keys=keys, values=values), num_pages
+
+
+def place_near_the_end(arguments: Any, total: int, page_size: int) -> tuple[jax.Array, int]:
+    """Return the page and slot of one of the last tokens of the last row."""
+    column, slot = divmod(total - 8, page_size)
+    return arguments.page_offset + arguments.page_table[-1, column], slot
+
+
+def output_error(shape: Shape) -> float:
+    """Return what queries and pools in bfloat16 cost the definition."""
+    made = (make_arguments(shape, dtype) for dtype in (jnp.bfloat16, jnp.float32))
+    return max(relative_errors(*(run_reference(shape, *each)[0] for each in made)))
+
+
+def log_sum_error(shape: Shape, arguments: PagedArguments, num_pages: int) -> float:
+    """Return what queries and what entries stand for in bfloat16 cost the definition of a call."""
+
+    def numbers_of(pages: Pages) -> Pages:
+        num_pages, num_heads = pages.data.shape[:2]
+        heads = heads_of(pages, jnp.arange(num_pages)[None])
+        heads = heads.reshape(num_pages, pages.page_size, num_heads, pages.head_dim).swapaxes(1, 2)
+        return Pages(heads.astype(jnp.bfloat16))
+
+    keys, values = map(numbers_of, (arguments.keys, arguments.values))
+    rounded = arguments._replace(query=arguments.query.astype(jnp.bfloat16), keys=keys, values=values)
+    logs = (np.asarray(run_reference(shape, each, num_pages)[1]) for each in (rounded, arguments))
+    return max(relative_errors(*(np.where(np.isfinite(each), each, 0) for each in logs)))
+
+
+def compare_call(shape: Shape, arguments: PagedArguments, num_pages: int, num_kernels: int = 2) -> None:
+    """Compare the kernel with the definition of the same call."""
+    out, log_sum = interpret(call_of(shape, num_pages), arguments, num_kernels=num_kernels)
+    expected, expected_log_sum = run_reference(shape, arguments, num_pages)
+    assert_close(out, expected, 2 * output_error(shape))
+    assert_log_sums_close(log_sum, expected_log_sum, 2 * log_sum_error(shape, arguments, num_pages))
+
+
+def call_of(shape: Shape, num_pages: int):
+    """Return the interpreted kernel for a shape."""
+    options = make_options(shape) | {"num_pages": num_pages, "tiling": TILING}
+    return jax.jit(functools.partial(pallas_gpu.paged_attention, **options))
+
+
+# Compiled once for all calls.
+compiled = functools.cache(call_of)
 
 
 def run_kernel(shape: Shape, arguments: PagedArguments, num_pages: int):
@@ -129,6 +187,24 @@ def with_fault(fault: Fault) -> ModuleType:
     faulty = ModuleType("faulty")
     exec(source.replace(found, replacement), faulty.__dict__)
     return faulty
+
+
+def put_fault(fault: Fault, monkeypatch) -> None:
+    """Have all GPU kernels call what a module has with a fault in its source."""
+    where, found, _ = fault
+    faulty = with_fault(fault)
+    users = (pallas_gpu, pallas_gpu_prefill, latent_gpu, splitting, blocks, stages)
+    for name, own in list(vars(where).items()):
+        if getattr(own, "__module__", None) != where.__name__ or found not in inspect.getsource(own):
+            continue
+        if isinstance(own, type):
+            for method, function in list(vars(own).items()):
+                if inspect.isfunction(function) and found in inspect.getsource(function):
+                    monkeypatch.setattr(own, method, vars(getattr(faulty, name))[method])
+        else:
+            for user in users:
+                if getattr(user, name, None) is own:
+                    monkeypatch.setattr(user, name, getattr(faulty, name))
 
 
 def make_long_call(kernel: ModuleType):
@@ -247,34 +323,39 @@ def test_the_kernel_equals_the_definition_in_named_shapes(shape: Shape, dtype):
     assert_equals_the_definition(shape, dtype)
 
 
-ENCODED = [("int8", "token", 192), ("fp8_e4m3", "token", 80), ("int4", "channels", 128)]
+ENCODED = [
+    # codec, scaling, head_dim, page_size
+    ("int8", "token", 192, 16),
+    ("fp8_e4m3", "token", 80, 128),
+    ("int4", "channels", 128, 128),
+]
 MORE_ENCODED = [
-    ("int4", "channels", 64),
-    ("int4", "channels", 192),
-    ("int4", "channels", 256),
-    ("int8", "token", 128),
-    ("int8", "head", 64),
-    ("fp8_e4m3", "token", 256),
-    ("fp8_e4m3", "head", 64),
-    ("fp8_e5m2", "token", 64),
-    ("fp8_e5m2", "head", 96),
+    ("int4", "channels", 64, 16),
+    ("int4", "channels", 192, 16),
+    ("int4", "channels", 256, 64),
+    ("int8", "token", 128, 128),
+    ("int8", "token", 64, 8),
+    ("int8", "head", 64, 16),
+    ("fp8_e4m3", "token", 256, 16),
+    ("fp8_e4m3", "head", 64, 32),
+    ("fp8_e5m2", "token", 64, 16),
+    ("fp8_e5m2", "head", 96, 128),
 ]
 
 
+def compare_encoded(codec: str, scaling: str, head_dim: int, page_size: int) -> None:
+    shape = dataclasses.replace(DECODE, head_dim=head_dim, page_size=page_size)
+    compare_call(shape, *encode_call(shape, codec, scaling))
+
+
 @pytest.mark.parametrize(
-    ("codec", "scaling", "head_dim"),
+    ("codec", "scaling", "head_dim", "page_size"),
     [*ENCODED, *(pytest.param(*case, marks=pytest.mark.gate) for case in MORE_ENCODED)],
 )
-def test_encoded_pools_cost_what_rounding_queries_and_weights_does(codec: str, scaling: str, head_dim: int):
-    shape = dataclasses.replace(DECODE, head_dim=head_dim)
-    arguments, num_pages = make_arguments(shape)
-    exact, _ = run_reference(shape, arguments, num_pages)
-    rounded, _ = run_reference(shape, make_arguments(shape, jnp.bfloat16)[0], num_pages)
-    keys, values = (encode(pages, codec, scaling) for pages in (arguments.keys, arguments.values))
-    arguments = arguments._replace(keys=keys, values=values)
-    out, _ = run_kernel(shape, arguments, num_pages)
-    expected, _ = run_reference(shape, arguments, num_pages)
-    assert_close(out, expected, 2 * max(relative_errors(rounded, exact)))
+def test_encoded_pools_cost_what_rounding_queries_and_weights_does(
+    codec: str, scaling: str, head_dim: int, page_size: int
+):
+    compare_encoded(codec, scaling, head_dim, page_size)
 
 
 def test_the_bits_of_a_byte_are_those_of_as_many_of_the_least_number():
@@ -372,16 +453,92 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows():
     assert (np.asarray(log_sum[:2]) == -np.inf).all()
 
 
-@pytest.mark.parametrize("page", [-1, 2**31 - 1])
-def test_a_page_id_outside_the_layer_is_not_read(page: int):
+def unname(arguments: Any, num_pages: int, row: int, columns: Sequence[int]) -> Any:
+    """Name no page in columns of a row, in three ways; the layer's first page, read instead, is dead."""
+    # The last page of the order that rows have theirs in is nobody's.
+    free, offset = np.random.default_rng(1).permutation(num_pages)[-1], arguments.page_offset
+
+    def exchange(array: jax.Array) -> jax.Array:
+        is_of_pages = array.ndim > 1
+        places = offset + jnp.array([0, free])
+        return array.at[places].set(array[places[::-1]]) if is_of_pages else array
+
+    pools = {
+        name: jax.tree.map(exchange, pages)
+        for name, pages in arguments._asdict().items()
+        if isinstance(pages, Pages)
+    }
+    table = jnp.where(arguments.page_table == 0, free, arguments.page_table)
+    nothing = np.resize([-1, num_pages, 2**31 - 1], len(columns))
+    return arguments._replace(**pools, page_table=table.at[row, jnp.array(columns)].set(nothing))
+
+
+def compare_with_holes() -> None:
+    """In a block that is seen wholly but for them."""
     arguments, num_pages = make_arguments(DECODE, jnp.bfloat16)
-    arguments = arguments._replace(page_table=arguments.page_table.at[2, 3].set(page))
-    out, _ = run_kernel(DECODE, arguments, num_pages)
+    arguments = unname(arguments, num_pages, 2, (1, 2, 3))
+    out, _ = interpret(call_of(DECODE, num_pages), arguments)
     expected, _ = run_reference(DECODE, arguments, num_pages)
-    exact, _ = dense_attention(DECODE)
-    untouched, _ = make_arguments(DECODE, jnp.bfloat16)
-    own = relative_errors(run_reference(DECODE, untouched, num_pages)[0], exact)
-    assert_close(out, expected, 2 * max(own))
+    assert_close(out, expected, 2 * output_error(DECODE))
+
+
+def test_what_names_no_page_of_the_layer_is_not_read():
+    compare_with_holes()
+
+
+def compare_long() -> None:
+    call, arguments, num_pages = make_long_call(pallas_gpu)
+    out, _ = interpret(call, arguments)
+    assert_close(out, run_reference(LONG, arguments, num_pages)[0], 2 * output_error(LONG))
+
+
+FAULTS: dict[str, tuple[Callable[[], None], Fault]] = {
+    "a page of the next layer": (
+        compare_with_holes,
+        (blocks, "entry < self.num_pages", "entry <= self.num_pages"),
+    ),
+    "values of no page": (
+        compare_with_holes,
+        (pallas_gpu, "sizes.walk.is_whole(*held)", "sizes.walk.is_whole(block, jnp.int32(15), *held[2:])"),
+    ),
+    "logarithms of zero": (
+        functools.partial(compare_encoded, "fp8_e4m3", "token", 64, 16),
+        (stages, "1.0), _LEAST_SCALE)", "1.0), 0.0)"),
+    ),
+    "scales of a page's first slots": (
+        functools.partial(compare_encoded, "int8", "token", 64, 128),
+        (stages, "pl.ds(form.scales_of(piece.slot), num_scales)", "pl.ds(0, num_scales)"),
+    ),
+    "keys of the first head's scale": (
+        functools.partial(compare_encoded, "int8", "head", 64, 16),
+        (pallas_gpu, "pool.scale[head] * factor", "pool.scale[0] * factor"),
+    ),
+    "values of the first head's scale": (
+        functools.partial(compare_encoded, "int8", "head", 64, 16),
+        (pallas_gpu, "values_pool.scale[head]", "values_pool.scale[0]"),
+    ),
+    "a log-sum-exp that is off": (
+        functools.partial(compare_encoded, "int8", "head", 64, 16),
+        (pallas_gpu, "log_sum_of(peak, total)", "log_sum_of(peak, total) + 1"),
+    ),
+    "a copy into another stage": (
+        compare_long,
+        (
+            stages,
+            "target = stage, pl.ds(piece.place, num_slots)",
+            "target = lax.rem(jnp.int32(stage + 1), jnp.int32(3)), pl.ds(piece.place, num_slots)",
+        ),
+    ),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
+    compare, own = FAULTS[fault]
+    put_fault(own, monkeypatch)
+    with pytest.raises(AssertionError, match=r"relative error|races in kernels|log"):
+        compare()
 
 
 def test_what_dead_slots_hold_changes_no_bit():

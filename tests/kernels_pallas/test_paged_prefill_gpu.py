@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.hopper import blocks, stages
 from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling, pallas_gpu, pallas_gpu_prefill
 from kernels_pallas.paged_attention.shapes import Shape
 
@@ -26,7 +28,20 @@ from .test_paged_attention import (
     run_reference,
     shift_mask,
 )
-from .test_paged_attention_gpu import assert_costs_what_rounding_does, encode, make_pool, with_fault
+from .test_paged_attention_gpu import (
+    assert_costs_what_rounding_does,
+    call_of,
+    compare_call,
+    compiled,
+    encode,
+    encode_call,
+    make_pool,
+    output_error,
+    put_fault,
+    unname,
+    with_fault,
+)
+from .tpu_kernels import Fault
 
 TILING = Tiling(is_interpreted=True)
 # Two tiles of 128 rows, of which the last row of a batch fills one and a part; six blocks, four on their way.
@@ -57,13 +72,6 @@ cases = pytest.mark.parametrize(
         *(pytest.param(*case, id=name, marks=pytest.mark.gate) for name, case in GATE_CASES.items()),
     ],
 )
-
-
-@functools.cache
-def compiled(shape: Shape, num_pages: int):
-    """Return the interpreted call for a shape, compiled once for all arguments."""
-    options = {**make_options(shape), "num_pages": num_pages, "tiling": TILING}
-    return jax.jit(functools.partial(pallas_gpu.paged_attention, **options))
 
 
 def run_kernel(shape: Shape, arguments: PagedArguments, num_pages: int):
@@ -172,35 +180,35 @@ def test_pages_written_over_are_not_seen(window: int | None):
     assert_equals_the_definition(shape, jnp.bfloat16, width=4)
 
 
+def compare_encoded(
+    codec: str, scaling: str, head_dim: int, page_size: int, num_heads: int, num_kv_heads: int = 1
+) -> None:
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "page_size": page_size}
+    shape = dataclasses.replace(PREFILL, head_dim=head_dim, window=120, **sizes)
+    compare_call(shape, *encode_call(shape, codec, scaling), num_kernels=1)
+
+
 @pytest.mark.parametrize(
-    ("codec", "scaling", "head_dim", "num_heads"),
+    "case",
     [
-        ("int8", "token", 64, 4),
-        ("int4", "channels", 128, 4),
+        # codec, scaling, head_dim, page_size, query heads, KV heads
+        ("int8", "token", 64, 128, 4),
+        ("int4", "channels", 128, 32, 4),
         *(
-            pytest.param(*case, marks=pytest.mark.gate)
+            pytest.param(case, marks=pytest.mark.gate)
             for case in [
-                ("int8", "head", 64, 4),
-                ("int8", "token", 128, 1),
-                ("fp8_e4m3", "token", 80, 4),
-                ("fp8_e5m2", "head", 96, 1),
-                ("int4", "channels", 64, 1),
+                ("int8", "head", 64, 32, 4, 2),
+                ("int8", "token", 128, 32, 1),
+                ("fp8_e4m3", "token", 80, 128, 4),
+                ("fp8_e4m3", "token", 64, 8, 4),
+                ("fp8_e5m2", "head", 96, 128, 4, 2),
+                ("int4", "channels", 64, 128, 1),
             ]
         ),
     ],
 )
-def test_encoded_pools_cost_what_rounding_queries_and_weights_does(
-    codec: str, scaling: str, head_dim: int, num_heads: int
-):
-    shape = dataclasses.replace(PREFILL, num_heads=num_heads, head_dim=head_dim, window=120)
-    arguments, num_pages = make_arguments(shape)
-    exact, _ = run_reference(shape, arguments, num_pages)
-    rounded, _ = run_reference(shape, make_arguments(shape, jnp.bfloat16)[0], num_pages)
-    keys, values = (encode(pages, codec, scaling) for pages in (arguments.keys, arguments.values))
-    arguments = arguments._replace(keys=keys, values=values)
-    out, _ = run_kernel(shape, arguments, num_pages)
-    expected, _ = run_reference(shape, arguments, num_pages)
-    assert_close(out, expected, 2 * max(relative_errors(rounded, exact)))
+def test_encoded_pools_cost_what_rounding_queries_and_weights_does(case):
+    compare_encoded(*case)
 
 
 @pytest.mark.parametrize("fault", [None, pytest.param(True, marks=pytest.mark.gate)])
@@ -301,16 +309,77 @@ def test_what_is_no_query_may_be_anything(fault: str | None):
     assert (np.asarray(log_sum)[~np.asarray(is_query)] == -np.inf).all()
 
 
-@pytest.mark.parametrize("page", [-1, 2**31 - 1])
-def test_a_page_id_outside_the_layer_is_not_read(page: int):
-    """In the midst of blocks that are seen wholly but for it."""
-    untouched, num_pages = make_arguments(PREFILL, jnp.bfloat16)
-    arguments = untouched._replace(page_table=untouched.page_table.at[3, 3].set(page))
-    out, _ = run_kernel(PREFILL, arguments, num_pages)
+def compare_with_holes() -> None:
+    """In blocks that are seen wholly but for them."""
+    arguments, num_pages = make_arguments(PREFILL, jnp.bfloat16)
+    arguments = unname(arguments, num_pages, 3, (3, 4, 6))
+    out, _ = interpret(call_of(PREFILL, num_pages), arguments, num_kernels=1)
     expected, _ = run_reference(PREFILL, arguments, num_pages)
-    exact, _ = run_reference(PREFILL, make_arguments(PREFILL)[0], num_pages)
-    own = relative_errors(run_reference(PREFILL, untouched, num_pages)[0], exact)
-    assert_close(out, expected, 2 * max(own))
+    assert_close(out, expected, 2 * output_error(PREFILL))
+
+
+def test_what_names_no_page_of_the_layer_is_not_read():
+    compare_with_holes()
+
+
+def compare_plain() -> None:
+    arguments, num_pages = make_arguments(PREFILL, jnp.bfloat16)
+    out, _ = interpret(call_of(PREFILL, num_pages), arguments, num_kernels=1)
+    assert_close(out, run_reference(PREFILL, arguments, num_pages)[0], 2 * output_error(PREFILL))
+
+
+compare_heads = functools.partial(compare_encoded, "int8", "head", 64, 32, 4, 2)
+MORE_FAULTS: dict[str, tuple[Callable[[], None], Fault]] = {
+    "a page of the next layer": (
+        compare_with_holes,
+        (blocks, "entry < self.num_pages", "entry <= self.num_pages"),
+    ),
+    "values of no page": (
+        compare_with_holes,
+        (
+            pallas_gpu_prefill,
+            "is_whole = walk.is_whole(*held)",
+            "is_whole = walk.is_whole(block, jnp.int32(3), *held[2:])",
+        ),
+    ),
+    "logarithms of zero": (
+        functools.partial(compare_encoded, "fp8_e4m3", "token", 64, 32, 4),
+        (stages, "1.0), _LEAST_SCALE)", "1.0), 0.0)"),
+    ),
+    "scales of a page's first slots": (
+        functools.partial(compare_encoded, "int8", "token", 64, 128, 4),
+        (stages, "pl.ds(form.scales_of(piece.slot), num_scales)", "pl.ds(0, num_scales)"),
+    ),
+    "keys of the first head's scale": (
+        compare_heads,
+        (pallas_gpu_prefill, "pool.scale[head] * factor", "pool.scale[0] * factor"),
+    ),
+    "values of the first head's scale": (
+        compare_heads,
+        (pallas_gpu_prefill, "values_pool.scale[head]", "values_pool.scale[0]"),
+    ),
+    "a log-sum-exp that is off": (
+        compare_heads,
+        (pallas_gpu_prefill, "log_sum_of(peak, total)", "log_sum_of(peak, total) + 1"),
+    ),
+    "a copy into another stage": (
+        compare_plain,
+        (
+            stages,
+            "target = stage, pl.ds(piece.place, num_slots)",
+            "target = lax.rem(jnp.int32(stage + 1), jnp.int32(4)), pl.ds(piece.place, num_slots)",
+        ),
+    ),
+}
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("fault", MORE_FAULTS)
+def test_a_fault_in_what_the_kernel_shares_is_found(fault: str, monkeypatch):
+    compare, own = MORE_FAULTS[fault]
+    put_fault(own, monkeypatch)
+    with pytest.raises(AssertionError, match=r"relative error|races in kernels"):
+        compare()
 
 
 def test_what_dead_slots_hold_changes_no_bit():

@@ -77,10 +77,7 @@ def test_a_plan_names_each_split_of_each_sequence_once():
 PLAN_FAULTS = {
     "one split too few": ("-(-capacity // split) + 1", "-(-capacity // split)"),
     "splits of parts of a page": ("max(BLOCK_TOKENS, page_size)", "BLOCK_TOKENS"),
-    "splits of the sequence before": (
-        "first[:, None] + split, num_splits",
-        "last[:, None] + split, num_splits",
-    ),
+    "splits of the sequence before": ("first[:, None] + split, nowhere", "last[:, None] + split, nowhere"),
 }
 
 
