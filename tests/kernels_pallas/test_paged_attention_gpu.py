@@ -382,7 +382,7 @@ def encode_in_runs(shape: Shape) -> tuple[PagedArguments, int]:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(8, 1, 128, page_size=64, time=5, totals=(0, 3, 131), window=90, soft_cap=5.0, has_sinks=True),
+        Shape(8, 1, 128, page_size=128, time=5, totals=(0, 3, 131), window=90, soft_cap=5.0, has_sinks=True),
         pytest.param(Shape(8, 2, 64, page_size=16, time=1, totals=(0, 1, 32, 100)), marks=pytest.mark.gate),
     ],
 )

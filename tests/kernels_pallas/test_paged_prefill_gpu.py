@@ -233,7 +233,7 @@ def test_queries_in_float16_are_answered_in_it(fault: bool | None):
     "shape",
     [
         Shape(8, 1, 64, page_size=64, time=20, totals=(0, 9, 131), window=90, soft_cap=5.0, has_sinks=True),
-        pytest.param(Shape(4, 2, 128, page_size=16, time=50, totals=(33, 1, 180)), marks=pytest.mark.gate),
+        pytest.param(Shape(4, 2, 128, page_size=128, time=50, totals=(33, 1, 230)), marks=pytest.mark.gate),
     ],
 )
 def test_a_query_sees_the_keys_of_its_own_run_as_they_were_given(shape: Shape):
