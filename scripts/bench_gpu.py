@@ -7,9 +7,10 @@ is compared with its float32 definition, in every codec; a wrong kernel ends the
 latents of which no check has ended is not timed. `--only` asks for what has it in its name, and for the
 checks of the heads and codecs that it times. Then a copy's bandwidth
 and a large product's rate are measured. Then decode steps of Llama 3's and DeepSeek-V3's heads are timed,
-those first that say most. Each runner is a process of its own (`scripts.gpu_runners`), has its part of the
+those of goals first. Each runner is a process of its own (`scripts.gpu_runners`), has its part of the
 time that is left, and may fail as it likes: what it did not run, and why, is in its lines. JSON lines go to
-`--out`; the table and the goals come last. `--interpret` makes the checks of the named shapes alone, on a
+`--out`; the table and the goals come last. A runner that has its kernels built is warmed up beside the
+checks, and the line says how long that took. `--interpret` makes the checks of the named shapes alone, on a
 CPU.
 """
 
@@ -17,21 +18,24 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.gpu_cases import RUNNERS, Case, Runner, all_cases, goals, is_checked, table, with_rates
+from scripts.gpu_cases import RUNNERS, Case, Runner, all_cases, goals, is_checked, table, to_build, with_rates
 
 MODULE = ("-m", "scripts.gpu_runners")
 # Of the checks, so that some time is left for what is timed.
 CHECKS_S = 240
+# Of kernels that peers have built beside the checks, and for a while after them.
+BUILDS_S = 240
 # A runner that ends this often without a result is left alone.
 MAX_CRASHES = 3
 
@@ -50,8 +54,12 @@ class Ended(NamedTuple):
     is_late: bool
 
 
-def run(command: Sequence[str], limit_s: float) -> Ended:
-    """Run Python on words, of which `FILE` is its file of lines; it and what it starts end in `limit_s`."""
+@contextlib.contextmanager
+def started(command: Sequence[str]) -> Iterator[Callable[[float], Ended]]:
+    """Start Python on words, of which `FILE` is its file of lines; yields what waits for it, so many seconds.
+
+    It and what it started have ended after the block.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file, errors = Path(folder, "lines"), Path(folder, "errors")
         words = [str(file) if word == "FILE" else word for word in command]
@@ -64,31 +72,74 @@ def run(command: Sequence[str], limit_s: float) -> Ended:
                 env=environment,
                 start_new_session=True,
             )
+
+        def end() -> None:
+            # Compilers that it started too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+        def wait(limit_s: float) -> Ended:
             is_late = False
             try:
                 process.wait(max(0.0, limit_s))
             except subprocess.TimeoutExpired:
                 is_late = True
-            finally:
-                # Compilers that it started too.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        said = errors.read_text(errors="replace").strip()
-        lines = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []
-    failure = None
-    if is_late:
-        failure = f"ended after {limit_s:.0f} s"
-    elif process.returncode:
-        failure = f"ended with {process.returncode}: {said[-300:]}"
-    return Ended([json.loads(line) for line in lines if line.endswith("\n")], failure, is_late)
+            end()
+            failure = None
+            if is_late:
+                failure = f"ended after {limit_s:.0f} s"
+            elif process.returncode:
+                said = errors.read_text(errors="replace").strip()
+                failure = f"ended with {process.returncode}: {said[-300:]}"
+            lines = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []
+            return Ended([json.loads(line) for line in lines if line.endswith("\n")], failure, is_late)
+
+        try:
+            yield wait
+        finally:
+            end()
+
+
+def run(command: Sequence[str], limit_s: float) -> Ended:
+    """Run Python on words; see `started`."""
+    with started(command) as wait:
+        return wait(limit_s)
+
+
+@contextlib.contextmanager
+def built(runners: Iterable[Runner], cases: Collection[Case]) -> Iterator[Callable[[float], Iterator[dict]]]:
+    """Have the kernels of runners built, each in a process; yields what waits for them, and gives lines."""
+    start, waits = time.monotonic(), {}
+    with contextlib.ExitStack() as stack:
+        for runner in runners:
+            if runner.builds and is_here(runner) and (least := to_build(runner, cases)):
+                names = ",".join(case.name for case in least)
+                waits[runner.name] = stack.enter_context(
+                    started([*MODULE, "FILE", "time", runner.name, names])
+                )
+
+        def wait(limit_s: float) -> Iterator[dict[str, Any]]:
+            for name, wait_for in waits.items():
+                ended = wait_for(limit_s - (time.monotonic() - start))
+                errors = [line["error"] for line in ended.lines if "error" in line]
+                failures = [*errors, *([ended.failure] if ended.failure else [])]
+                line = {"builds": name, "ended_after_s": round(time.monotonic() - start)}
+                yield line | ({"errors": failures} if failures else {})
+
+        yield wait
+
+
+def is_here(runner: Runner) -> bool:
+    """Return whether what a runner needs is installed."""
+    return runner.module is None or importlib.util.find_spec(runner.module) is not None
 
 
 def time_runner(
     runner: Runner, cases: dict[str, Case], limit_s: float, module: Sequence[str] = MODULE
 ) -> Iterator[dict[str, Any]]:
     """Yield a line for each case that the runner takes, with its time or why there is none."""
-    if runner.module is not None and importlib.util.find_spec(runner.module) is None:
+    if not is_here(runner):
         yield {"runs": runner.name, "missing": f"{runner.module} is not installed"}
         return
     left = [name for name, case in cases.items() if runner.takes(case)]
@@ -124,6 +175,26 @@ def time_all(
         yield from time_runner(runner, cases, share * max(0.0, end - clock()))
 
 
+def failure_of(checked: Ended, only: str, *, is_interpreted: bool) -> str | None:
+    """Return why nothing may be timed after such checks; None where something may."""
+    if not all(line["passed"] for line in checked.lines):
+        return "the kernel is wrong: nothing is timed"
+    if checked.failure is not None and not checked.is_late:
+        return f"the checks did not end: {checked.failure}"
+    if checked.lines:
+        return None
+    if checked.is_late:
+        return f"nothing was checked, so nothing is timed: the checks {checked.failure}"
+    if is_interpreted:
+        return f"nothing was checked: --interpret takes shapes.py alone, where no name has {only!r} in it"
+    return f"nothing was checked, so nothing is timed: no call that a kernel takes has {only!r} in its name"
+
+
+def is_writable(file: Path) -> bool:
+    """Return whether a file may be written, over one that there is or in a folder."""
+    return not file.is_dir() and os.access(file if file.exists() else file.parent, os.W_OK)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -133,10 +204,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--interpret", action="store_true", help="check in the interpreter, and time nothing")
     parser.add_argument("--limit-s", type=float, default=590, help="of the whole run")
     options = parser.parse_args(argv)
-    if options.limit_s <= 0:
-        parser.error(f"--limit-s must be positive, got {options.limit_s}")
-    if options.out is not None and not options.out.parent.is_dir():
-        parser.error(f"--out must be in a folder that exists, got {options.out}")
+    if not 0 < options.limit_s < math.inf:
+        parser.error(f"--limit-s must be positive and finite, got {options.limit_s}")
+    if options.out is not None and not is_writable(options.out):
+        parser.error(f"--out must be a file that can be written, got {options.out}; make its folder first")
     start, lines = time.monotonic(), []
 
     def left() -> float:
@@ -150,22 +221,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     words = [options.only, *(["--interpret"] if options.interpret else [])]
     limit = left() if options.interpret else min(CHECKS_S, left())
-    checked = run([*MODULE, "FILE", "checks", *words], limit)
-    for line in checked.lines:
-        say(line)
-    if checked.failure is not None:
-        say({"checks": checked.failure})
-    if not all(line["passed"] for line in checked.lines):
-        sys.exit("the kernel is wrong: nothing is timed")
-    if checked.failure is not None and not checked.is_late:
-        sys.exit(f"the checks did not end: {checked.failure}")
-    if not checked.lines:
-        sys.exit(
-            f"nothing was checked, so nothing is timed: no call of a kernel has {options.only!r} in its name"
-        )
-    if options.interpret:
-        return
     asked = {name: case for name, case in all_cases().items() if options.only in name}
+    with built(() if options.interpret else RUNNERS, asked.values()) as wait_for_builds:
+        checked = run([*MODULE, "FILE", "checks", *words], limit)
+        for line in checked.lines:
+            say(line)
+        if checked.failure is not None:
+            say({"checks": checked.failure})
+        if failure := failure_of(checked, options.only, is_interpreted=options.interpret):
+            sys.exit(failure)
+        if options.interpret:
+            return
+        for line in wait_for_builds(min(BUILDS_S, options.limit_s)):
+            say(line)
     cases = {name: case for name, case in asked.items() if is_checked(case, checked.lines)}
     if unchecked := sorted(asked.keys() - cases.keys()):
         say({"not timed": unchecked, "error": "no check of it has ended"})
@@ -179,6 +247,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for line in time_all(RUNNERS, cases, left()):
         say(with_rates(line, roofs))
     print(table(lines))
+    said = "" if checked.failure is None else f"; others did not run: {checked.failure}"
+    print(f"checks: {len(checked.lines)} passed{said}")
     for goal in goals(lines):
         relation = "at least" if goal.is_least else "at most"
         print(f"{goal.text}, {relation} {goal.bound}: {goal.verdict}")

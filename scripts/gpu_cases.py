@@ -79,14 +79,26 @@ class Case(NamedTuple):
 
 
 def all_cases() -> dict[str, Case]:
-    """Return the cases that fit, by name, ordered by how far along the axes they lie."""
+    """Return the cases that fit, by name: those of goals, then others by how far along the axes they lie."""
     axes: Any = (MODELS, BATCHES, CONTEXTS, PAGE_SIZES, CODECS)
     ranked = sorted(
         itertools.product(*map(enumerate, axes)), key=lambda picks: sum(rank for rank, _ in picks)
     )
-    cases = (Case(*(value for _, value in picks)) for picks in ranked)
+    cases = (*_FIRST, *(Case(*(value for _, value in picks)) for picks in ranked))
     kept = (case for case in cases if not case.is_latent or case.codec in LATENT_CODECS)
     return {case.name: case for case in kept if case.call_bytes <= _MAX_CALL_BYTES}
+
+
+_LONG_CASE = Case("heads_32", 64, 8192, 64, "bf16")
+# A goal's of each kind, so that none waits for what others add.
+_FIRST = (
+    _LONG_CASE,
+    *(_LONG_CASE._replace(codec=codec) for codec in CODECS[1:]),
+    _LONG_CASE._replace(model="latent_128"),
+    _LONG_CASE._replace(page_size=16),
+    _LONG_CASE._replace(batch=1),
+    _LONG_CASE._replace(batch=1, page_size=16),
+)
 
 
 def is_checked(case: Case, lines: Iterable[dict[str, Any]]) -> bool:
@@ -108,6 +120,7 @@ class Runner(NamedTuple):
         attends_to: `heads`, `latent` or both.
         codecs: that it reads.
         weight: its part of the time, beside those of others.
+        builds: whether it has kernels built for the device, and keeps them: minutes, before it is timed.
     """
 
     name: str
@@ -115,6 +128,7 @@ class Runner(NamedTuple):
     attends_to: tuple[str, ...] = ("heads",)
     codecs: tuple[str, ...] = ("bf16",)
     weight: int = 1
+    builds: bool = False
 
     def takes(self, case: Case) -> bool:
         """Return whether a case is one for it."""
@@ -124,14 +138,20 @@ class Runner(NamedTuple):
 RUNNERS = (
     Runner("jkv", None, ("heads", "latent"), CODECS, weight=6),
     Runner("flash-attn3-jax", "flash_attn3_jax", weight=2),
-    Runner("flashinfer", "flashinfer", ("heads", "latent"), weight=2),
+    Runner("flashinfer", "flashinfer", ("heads", "latent"), weight=2, builds=True),
     Runner("jax.nn cudnn, contiguous"),
     Runner("jax.nn xla, contiguous"),
     Runner("jax pallas triton"),
     Runner("torch sdpa, contiguous", "torch"),
-    Runner("torch flex, contiguous", "torch"),
+    Runner("torch flex, contiguous", "torch", builds=True),
     Runner("jkv xla", None, ("heads", "latent"), CODECS),
 )
+
+
+def to_build(runner: Runner, cases: Iterable[Case]) -> list[Case]:
+    """Return the least case of heads and of latents that a runner takes: its kernels are those of all."""
+    taken = sorted((case for case in cases if runner.takes(case)), key=lambda case: case.call_bytes)
+    return list({case.is_latent: case for case in reversed(taken)}.values())
 
 
 class Goal(NamedTuple):

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Literal, NamedTuple
@@ -237,7 +238,7 @@ def compare(out: jax.Array, definition: Any, arguments: Any) -> dict[str, Any]:
 
 
 def checks(shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str) -> list[Check]:
-    """Return the checks that have `only` in their names, or are of what is timed by it; latents first."""
+    """Return the checks that have `only` in their names, or are of what is timed by it; codecs take turns."""
     found = [
         Check(shape, codec, name, is_latent=is_latent)
         for group, of_group, is_latent in ((latents, LATENT_CODECS, True), (shapes, CODECS, False))
@@ -250,6 +251,14 @@ def checks(shapes: Mapping[str, Shape], latents: Mapping[str, Shape], only: str)
         for check in found
         if check.codec in asked.get(check.base, ())
     ]
+    # One of every codec first: of those that no check has ended of nothing is timed.
+    turns: Counter[tuple[bool, str]] = Counter()
+    order = []
+    for check in found:
+        kind = check.is_latent, check.codec
+        order.append((turns[kind], check))
+        turns[kind] += 1
+    found = [check for _, check in sorted(order, key=lambda turn: turn[0])]
     timed = [case for name, case in all_cases().items() if only in name]
     return [
         check

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import pickle
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from scripts.gpu_cases import (
     goals,
     is_checked,
     table,
+    to_build,
     with_rates,
 )
 from scripts.gpu_checks import CHECKED, CHECKED_LATENTS, Check
@@ -47,11 +50,40 @@ def verdicts(*lines: dict[str, Any]) -> dict[str, str]:
 def test_cases_are_all_that_fit_and_those_that_say_most_come_first():
     cases = list(all_cases().values())
     assert cases[0] == LONG
-    assert LATENTS in cases[:6]
     asked = {(batch, context) for batch in BATCHES for context in CONTEXTS}
     assert asked - {(case.batch, case.context) for case in cases if case.codec == "bf16"} == set()
     assert Case("heads_32", 256, 131072, 64, "bf16") not in cases
     assert Case("latent_128", 256, 131072, 64, "bf16") in cases
+
+
+def test_every_goal_is_measured_by_the_first_cases():
+    """A runner's part of the time may be a minute, and a case takes seconds."""
+    first = list(all_cases().values())[:10]
+    lines = [
+        timed(runner.name, case, us=1.0)
+        for runner in RUNNERS[:3]
+        for case in [case for case in first if runner.takes(case)][: 4 if runner.name != "jkv" else None]
+    ]
+    assert "not measured" not in verdicts(*lines).values()
+    runners = {runner.name for case in first for runner in RUNNERS if runner.takes(case)}
+    assert runners == {runner.name for runner in RUNNERS}
+
+
+def test_kernels_are_built_for_a_small_case_of_each_kind():
+    least = Case("heads_32", 1, 1024, 64, "bf16"), Case("latent_128", 1, 1024, 64, "bf16")
+    (flashinfer,) = (runner for runner in RUNNERS if runner.name == "flashinfer")
+    assert {(case.model[:6], case.call_bytes) for case in to_build(flashinfer, all_cases().values())} == {
+        (case.model[:6], case.call_bytes) for case in least
+    }
+    assert to_build(flashinfer, [LONG._replace(codec="int8")]) == []
+
+
+def test_a_timed_program_takes_milliseconds():
+    """At least 5 at an H200's 4.8 TB/s, or for the calls that take microseconds whatever they read."""
+    for case in all_cases().values():
+        count = gpu_runners.num_calls(case)
+        assert count == 2048 or count * case.call_bytes / 4.8e12 > 5e-3
+        assert count * case.call_bytes <= 2**35 + 2 * case.call_bytes
 
 
 def test_a_call_reads_its_codec_s_bytes():
@@ -128,6 +160,31 @@ with open(file, "w") as stream:
 """
 
 
+def test_kernels_are_built_beside_the_checks_and_the_time_is_said(monkeypatch):
+    monkeypatch.setattr(bench_gpu, "MODULE", ("-c", FAKE))
+    builds = PEER._replace(builds=True)
+    absent = builds._replace(name="absent", module="no_such_peer")
+    with bench_gpu.built([builds, PEER._replace(name="other"), absent], [LONG]) as wait:
+        (line,) = wait(60)
+    assert (line["builds"], "errors" in line) == ("peer", False)
+    assert line["ended_after_s"] < 60
+    with bench_gpu.built([builds], [SHORT]) as wait:
+        (line,) = wait(1)
+    assert line == {"builds": "peer", "ended_after_s": 1, "errors": ["ended after 1 s"]}
+
+
+def test_what_was_started_ends_with_its_block(tmp_path):
+    words = (
+        "-c",
+        f"import os, time; open({str(tmp_path / 'id')!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+    )
+    with bench_gpu.started(words):
+        while not (tmp_path / "id").exists() or not (tmp_path / "id").read_text():
+            time.sleep(0.01)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "id").read_text()), 0)
+
+
 def run_fake(batches: list[int], limit_s: float) -> list[str]:
     cases = {f"heads_32_{batch}_1024_64_bf16": Case("heads_32", batch, 1024, 64, "bf16") for batch in batches}
     lines = bench_gpu.time_runner(PEER, cases, limit_s, module=("-c", FAKE))
@@ -179,8 +236,11 @@ def test_every_runner_of_the_list_can_be_made():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit-s", "0"], "--limit-s must be positive, got 0.0"),
-        (["--out", "/no/such/folder/x"], "--out must be in a folder that exists, got /no/such/folder/x"),
+        (["--limit-s", "0"], "--limit-s must be positive and finite, got 0.0"),
+        (["--limit-s", "nan"], "--limit-s must be positive and finite, got nan"),
+        (["--limit-s", "inf"], "--limit-s must be positive and finite, got inf"),
+        (["--out", "/no/such/folder/x"], "--out must be a file that can be written, got /no/such/folder/x"),
+        (["--out", "/"], "--out must be a file that can be written, got /; make its folder first"),
         (["--oly", "x"], "unrecognized arguments: --oly x"),
     ],
 )
@@ -203,6 +263,15 @@ def test_checks_are_of_every_codec_and_can_be_sent_to_processes():
     } <= named
     for over, asked in (("stripe", gpu_checks.STRIPES), ("large_pool", gpu_checks.LARGE_POOLS)):
         assert {(f"{name}_{over}", codec) for name in asked for codec in asked[name]} <= named
+
+
+def test_every_codec_is_checked_before_one_is_checked_again():
+    found = gpu_checks.checks(CHECKED, CHECKED_LATENTS, "")
+    kinds = [(check.is_latent, check.codec) for check in found]
+    assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
+    firsts = {kind: check for kind, check in reversed(list(zip(kinds, found, strict=True)))}
+    for case in all_cases().values():
+        assert firsts[case.is_latent, case.codec].covers(case)
 
 
 def test_what_is_asked_for_is_checked_by_name():
@@ -285,12 +354,13 @@ def test_processes_that_share_the_checks_give_their_lines(monkeypatch):
     assert list(gpu_checks.named_checks("", is_interpreted=False)) == [2, 1, 2]
 
 
-def run_bench(monkeypatch, capsys, checked: bench_gpu.Ended, only: str) -> list[dict[str, Any]]:
+def run_bench(monkeypatch, capsys, checked: bench_gpu.Ended, only: str, *words: str) -> list[dict[str, Any]]:
     """Run the benchmark on what its processes would have said; return the lines that it prints."""
     roofs = bench_gpu.Ended([ROOFS], None, is_late=False)
     monkeypatch.setattr(bench_gpu, "run", lambda words, _: checked if "checks" in words else roofs)
+    monkeypatch.setattr(bench_gpu, "RUNNERS", [PEER])
     monkeypatch.setattr(bench_gpu, "time_all", lambda _, cases, __: [{"timed": name} for name in cases])
-    bench_gpu.main(["--only", only])
+    bench_gpu.main(["--only", only, *words])
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
 
@@ -311,8 +381,8 @@ def test_what_no_check_was_of_is_not_timed(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("checked", "message"),
     [
-        (bench_gpu.Ended([], None, is_late=False), "nothing was checked, so nothing is timed: no call of"),
-        (bench_gpu.Ended([], "ended after 240 s", is_late=True), "nothing was checked, so nothing is timed"),
+        (bench_gpu.Ended([], None, is_late=False), "nothing was checked, so nothing is timed: no call that"),
+        (bench_gpu.Ended([], "ended after 240 s", is_late=True), "is timed: the checks ended after 240 s"),
         (bench_gpu.Ended([], "ended with 1: x", is_late=False), "the checks did not end: ended with 1: x"),
         (bench_gpu.Ended([{"passed": False}], None, is_late=False), "the kernel is wrong: nothing is timed"),
     ],
@@ -320,6 +390,12 @@ def test_what_no_check_was_of_is_not_timed(monkeypatch, capsys):
 def test_nothing_is_timed_without_checks(checked: bench_gpu.Ended, message: str, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=message):
         run_bench(monkeypatch, capsys, checked, "heads_32")
+
+
+def test_the_interpreter_s_checks_are_not_looked_for_among_others(monkeypatch, capsys):
+    nothing = bench_gpu.Ended([], None, is_late=False)
+    with pytest.raises(SystemExit, match=r"--interpret takes shapes.py alone, where no name has 'latent_128"):
+        run_bench(monkeypatch, capsys, nothing, "latent_128_heads", "--interpret")
 
 
 def test_without_a_gpu_nothing_is_timed(tmp_path):
