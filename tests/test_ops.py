@@ -3,6 +3,7 @@
 import functools
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jkv import ops
 from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
+from jkv.ops import choice
 from jkv.ops.checks import check_options, check_own, find_group
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe
@@ -201,29 +203,31 @@ def test_a_kernel_by_name_is_refused_by_platform_before_shapes(
     name: ops.Implementation, message: str, is_traced: bool, codec: str
 ):
     wrapped = jax.jit if is_traced else lambda call: call
-    # Sizes that both kernels take.
-    groups = CacheGroup(1, 1, 128, codec), CacheGroup(1, 1, 128, codec, kind="latent", rope_dim=64)
-    keys, latents = (
-        Cache.dense(CacheSpec.create([group], page_size=64), num_sequences=1, capacity=64).begin(
-            jnp.ones(1, jnp.int32), time=1
-        )
-        for group in groups
-    )
-    query, rope = jnp.zeros((1, 1, 1, 128), jnp.bfloat16), jnp.zeros((1, 1, 1, 64), jnp.bfloat16)
-    options = {"scale": 1.0, "implementation": name}
-
-    def attend_heads():
-        return ops.attend(query, query, query, keys[0], (0, 0), keys[1], **options)
-
-    def attend_latents():
-        rows = (query, rope, query[:, :, 0], rope[:, :, 0])
-        return ops.attend_latent(*rows, latents[0], (0, 0), latents[1], **options)
-
-    for call in (attend_heads, attend_latents):
+    for kind in ("gqa", "latent"):
         with pytest.raises(ValueError, match=message.format("cpu")):
-            wrapped(call)()
+            wrapped(functools.partial(attend_row, kind, codec, "plain", name))()
     with pytest.raises(ValueError, match=message.format("NVIDIA A100")):
         ops.choose(name, device=A100)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "latent"])
+def test_a_gpus_kernel_refuses_pools_as_they_lie_on_tpus_by_the_layout_s_name(kind: str, monkeypatch):
+    monkeypatch.setattr(choice, "_is_interpreted", lambda: True)
+    with pytest.raises(ValueError, match="takes pools of layout 'plain' or 'gpu', got 'tpu'"):
+        attend_row(kind, "int8", "tpu", "pallas_gpu")
+
+
+def attend_row(kind: Any, codec: str, layout: Any, implementation: ops.Implementation) -> ops.Attended:
+    """Attend to one token in a page of sizes that all kernels take."""
+    group = CacheGroup(1, 1, 128, codec, kind=kind, rope_dim=64 if kind == "latent" else 0)
+    spec = CacheSpec.create([group], page_size=64, layout=layout)
+    cache, batch = Cache.dense(spec, num_sequences=1, capacity=64).begin(jnp.ones(1, jnp.int32), time=1)
+    query, rope = jnp.zeros((1, 1, 1, 128), jnp.bfloat16), jnp.zeros((1, 1, 1, 64), jnp.bfloat16)
+    options = {"scale": 1.0, "implementation": implementation}
+    if kind == "gqa":
+        return ops.attend(query, query, query, cache, (0, 0), batch, **options)
+    rows = (query, rope, query[:, :, 0], rope[:, :, 0])
+    return ops.attend_latent(*rows, cache, (0, 0), batch, **options)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.ops.causal import causal_attention
 from jkv.ops.checks import Where, check_heads, check_options, check_own, check_place, check_step, find_group
-from jkv.ops.choice import Implementation, check_name, choose, choose_writer, module_of
+from jkv.ops.choice import Implementation, check_layout, check_name, choose, choose_writer, module_of
 from jkv.ops.pools import recent_keys, stored_pages, turned, write, write_runs
 from jkv.ops.shards import run
 from jkv.ops.stripes import own_columns, own_sinks
@@ -126,6 +126,7 @@ def attend(
         )
         paged_attention.check(arguments, num_pages=pool.num_pages, window=window)
         chosen = choose(implementation, arguments, tiling, device)
+        check_layout(chosen, cache.spec.layout, arguments, tiling)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, log_sum = module_of(chosen, arguments).paged_attention(
             arguments,
@@ -214,6 +215,7 @@ def attend_latent(
         )
         latent_attention.check(arguments, num_pages=pool.num_pages, window=window)
         chosen = choose(implementation, arguments, tiling, device)
+        check_layout(chosen, cache.spec.layout, arguments, tiling)
         options: dict[str, Any] = {} if chosen == "reference" else {"tiling": tiling}
         out, log_sum = module_of(chosen, arguments).latent_attention(
             arguments, num_pages=pool.num_pages, scale=scale, window=window, **options

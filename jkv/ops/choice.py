@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax._src import config as jax_config  # whether Pallas interprets is private
 
+from jkv.cache.codec import PoolLayout
 from kernels_pallas import page_write
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Tiling
@@ -74,6 +75,22 @@ def check_name(implementation: str) -> None:
     if implementation not in (names := get_args(Implementation)):
         raise ValueError(
             f"attention implementation must be one of {', '.join(names)}, got {implementation!r}"
+        )
+
+
+def check_layout(
+    chosen: Chosen, layout: PoolLayout, arguments: PagedArguments | LatentArguments, tiling: Tiling | None
+) -> None:
+    """Refuse pools by their layout's name where a GPU's kernel does not take them as they lie on TPUs.
+
+    Raises:
+        ValueError: says what the kernel takes.
+    """
+    if chosen != "pallas_gpu" or layout != "tpu":
+        return
+    if (reason := module_of(chosen, arguments).refusal(arguments, tiling)) is not None:
+        raise ValueError(
+            f"attention 'pallas_gpu' takes pools of layout 'plain' or 'gpu', got 'tpu': {reason}"
         )
 
 
