@@ -14,6 +14,7 @@ import argparse
 import functools
 import os
 import re
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -160,8 +161,7 @@ def main() -> None:
     parser.add_argument("--cuda", type=Path, required=True, help="folder that holds bin/nvdisasm")
     parser.add_argument("--kernel", choices=["paged", "latent"], help="this one alone")
     options = parser.parse_args()
-    if not (options.cuda / "bin" / "nvdisasm").exists():
-        parser.error(f"there is no bin/nvdisasm in {options.cuda}")
+    check_disassembler(parser, options.cuda / "bin" / "nvdisasm")
     os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(options.cuda.resolve()), "MOSAIC_GPU_DUMP_SASS": "1"}
     check_compilers(parser, ["h200"])
     mesh = target("h200")
@@ -182,6 +182,17 @@ def main() -> None:
         print_row(compile_case, [codec, "512 + 64", page_size, queries], stored, num_groups=GROUPS)
 
 
+def check_disassembler(parser: argparse.ArgumentParser, program: Path) -> None:
+    """Refuse a disassembler that is not there or does not run, before anything is compiled."""
+    try:
+        ended = subprocess.run([program.resolve(), "--version"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        parser.error(f"--cuda must be a folder whose bin/nvdisasm runs, got {program}: {error.strerror}")
+    if ended.returncode:
+        said = (ended.stderr or ended.stdout).strip()
+        parser.error(f"bin/nvdisasm must run, got {ended.returncode} of {program}: {said[-300:]}")
+
+
 def token_bytes(codecs: Iterable[Codec], page_size: int, head_dim: int) -> float:
     """Return the bytes of a token and head, scales included."""
     shapes = (codec.page_shapes(page_size=page_size, head_dim=head_dim) for codec in codecs)
@@ -195,7 +206,10 @@ def print_row(
     with tempfile.TemporaryDirectory() as folder:
         reports = compile_case(num_pages=2**16, folder=Path(folder), scale=0.1)
     (report,) = (report for name, report in reports.items() if "merge" not in name)
-    assert report.code is not None
+    if report.code is None:
+        raise SystemExit(
+            "bin/nvdisasm must read kernels of compute capability 9.0, got no instructions of one"
+        )
     counts = inner_loop(report.code)
     classes = {
         name: sum(count for operation, count in counts.items() if re.fullmatch(pattern, operation))
