@@ -73,7 +73,14 @@ class Form(NamedTuple):
         return _UNIT if self.is_dealt else 1.0
 
     def multiplied(self, query: jax.Array) -> jax.Array:
-        """Return a query, its last axis channels, as what numbers are multiplied with."""
+        """Return a query, its last axis channels, as what numbers are multiplied with.
+
+        Entries past the largest of float16, 65,504, become it: infinite ones would make every result NaN.
+        """
+        if self.is_narrow:
+            largest = float(jnp.finfo(self.dtype).max)
+            # In float32: bfloat16 would round the largest to what is past it.
+            query = jnp.clip(query.astype(jnp.float32), -largest, largest)
         query = query.astype(self.dtype)
         return dealt(query) / self.unit if self.is_dealt else query
 

@@ -45,7 +45,7 @@ from kernels_pallas.hopper.blocks import (
     NO_POSITION,
     Walk,
     divide,
-    refusal_of_page_size,
+    refusal_of_pages,
     slots_of_block,
 )
 from kernels_pallas.hopper.forms import Form, form_of, refusal_of_form
@@ -59,7 +59,7 @@ from kernels_pallas.hopper.stages import (
     zero_dead,
 )
 from kernels_pallas.latent_attention.contract import LatentArguments
-from kernels_pallas.paged_attention.contract import Stripe, Tiling
+from kernels_pallas.paged_attention.contract import Stripe, Tiling, check_not_empty
 
 # Query rows of a program: the M of one wgmma.
 _ROWS = 64
@@ -190,7 +190,7 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
     if page_size == 8:
         # Eight entries of the table for a block take more registers than the sums leave.
         return "the GPU kernel of latents takes pages of 16 tokens or more, got 8; use 'xla'"
-    if (reason := refusal_of_page_size(page_size)) is not None:
+    if (reason := refusal_of_pages(page_size, arguments.page_table.shape[1])) is not None:
         return reason
     cut = _cut(arguments, tiling or Tiling())
     pieces = jax.eval_shape(_in_pieces, arguments)
@@ -209,13 +209,15 @@ def latent_attention(
     """Compute what `reference.latent_attention` defines; logits, softmax and sums are float32.
 
     Raises:
-        ValueError: `refusal` says why.
+        ValueError: `refusal` says why, or there is no sequence or new token.
     """
     tiling = tiling or Tiling()
+    check_not_empty(arguments.query)
     if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
-    pieces, form = _in_pieces(arguments), form_of(arguments.latents)
+    pieces, form, rope_form = _in_pieces(arguments), form_of(arguments.latents), form_of(arguments.ropes)
     assert form is not None
+    assert rope_form is not None
     query, rope_query, latents, ropes, table = pieces[:5]
     num_seqs, time, num_heads, latent_dim = query.shape
     cut, row_blocks = _cut(arguments, tiling), _row_blocks(pieces)
@@ -250,7 +252,7 @@ def latent_attention(
         rows = query.reshape(num_seqs, time * num_heads, -1)
         return jnp.pad(rows, ((0, 0), (0, padding), (0, 0)))
 
-    queries = rows_of(form.multiplied(query)), rows_of(rope_query.astype(ropes.data.dtype))
+    queries = rows_of(form.multiplied(query)), rows_of(rope_form.multiplied(rope_query))
     # One KV head; the scale of a head has no page.
     pool = Pool(latents.data, latents.scale, latents.zero)
     pool = jax.tree.map(lambda array: array.squeeze(1) if array.ndim > 1 else array, pool)

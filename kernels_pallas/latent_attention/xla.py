@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.latent_attention.contract import LatentArguments
 from kernels_pallas.paged_attention import Pages, Tiling
+from kernels_pallas.paged_attention.contract import check_not_empty
 from kernels_pallas.paged_attention.xla import (
     finish,
     follow,
@@ -32,7 +33,12 @@ def latent_attention(
     window: int | None = None,
     tiling: Tiling | None = None,
 ) -> tuple[Float[Array, "seq time q_head value_dim"], Float[Array, "seq time q_head"]]:
-    """Compute what `reference.latent_attention` defines; logits, softmax and sums are float32."""
+    """Compute what `reference.latent_attention` defines; logits, softmax and sums are float32.
+
+    Raises:
+        ValueError: there is no sequence or new token.
+    """
+    check_not_empty(arguments.query)
     query, rope_query, latents, ropes, up = (*arguments[:4], arguments.up)
     num_seqs, time, num_heads, _ = query.shape
     num_kv_heads = 1 if up is None else num_heads

@@ -32,6 +32,9 @@ class Tiling:
             for two on 132 multiprocessors each.
         is_interpreted: whether a GPU's kernel does without what its interpreter has not: products that begin
             with the sums in registers, other shapes of what shared memory holds, and bits taken for numbers.
+
+    Raises:
+        ValueError: a number is too small.
     """
 
     block_tokens: int = 128
@@ -40,6 +43,13 @@ class Tiling:
     split_tokens: int = 512
     num_programs: int = 264
     is_interpreted: bool = False
+
+    # It is no tree of arrays, of which JAX would make others.
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "query_tokens", "num_buffers", "split_tokens", "num_programs"):
+            number, least = getattr(self, name), 2 if name == "num_buffers" else 1
+            if number < least:
+                raise ValueError(f"{name} of a tiling must be at least {least}, got {number}")
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,7 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
         ValueError: sizes disagree; the message names them.
     """
     query, keys, values = arguments.query, arguments.keys, arguments.values
+    check_not_empty(query)
     for pages in (keys, values):
         check_pages(pages)
     sizes = [(*pages.data.shape[:2], pages.page_size, pages.head_dim) for pages in (keys, values)]
@@ -211,6 +222,20 @@ def _check_recent(arguments: PagedArguments) -> None:
             raise ValueError(
                 f"a step of {time} tokens in runs of {span} needs {needed} recent keys, got {recent.shape[2]}"
             )
+
+
+def check_not_empty(query: Float[Array, "seq time q_head width"]) -> None:
+    """Refuse a call of no sequence, or of none's new tokens.
+
+    Raises:
+        ValueError: the message names the sizes.
+    """
+    num_seqs, time = query.shape[:2]
+    if not (num_seqs and time):
+        raise ValueError(
+            "a call must be of at least a sequence and a new token, got "
+            f"{num_seqs} sequences and {time} tokens"
+        )
 
 
 def check_walk(total_pages: int, *, num_pages: int, window: int | None) -> None:

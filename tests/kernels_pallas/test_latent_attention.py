@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import latent_attention
-from kernels_pallas.latent_attention import LatentArguments, UpProjections
+from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_gpu
 from kernels_pallas.latent_attention.shapes import SHAPES, Shape
 from kernels_pallas.paged_attention import Pages, Tiling
 
@@ -172,6 +172,17 @@ def make_empty(**shapes) -> LatentArguments:
 def test_sizes_that_do_not_fit_are_refused(shapes: dict, window: int | None, message: str):
     with pytest.raises(ValueError, match=message):
         latent_attention.check(make_empty(**shapes), num_pages=3, window=window)
+
+
+def test_a_call_of_nothing_is_refused():
+    arguments, num_pages = make_arguments(Shape(8, 128, 64, 8, 8, 16, 1, totals=(5,)), is_absorbed=True)
+    arguments = arguments._replace(query=arguments.query[:, :0], rope_query=arguments.rope_query[:, :0])
+    message = "got 1 sequences and 0 tokens"
+    with pytest.raises(ValueError, match=message):
+        latent_attention.check(arguments, num_pages=num_pages, window=None)
+    for implementation in (latent_attention.xla, pallas_gpu.latent_attention):
+        with pytest.raises(ValueError, match=message):
+            implementation(arguments, num_pages=num_pages, scale=SCALE)
 
 
 def test_up_projections_of_other_heads_are_refused():

@@ -25,7 +25,7 @@ from ..machines import find_target
 from .stripes import in_stripes
 from .test_latent_attention import SCALE, lens_of, make_arguments, run
 from .test_paged_attention import assert_log_sums_close, change_scale, shift_mask
-from .test_paged_attention_gpu import encode, place_near_the_end, put_fault, unname
+from .test_paged_attention_gpu import LARGEST, encode, place_near_the_end, put_fault, unname
 from .tpu_kernels import Fault
 
 # Two splits for the longest row; one program takes all of them.
@@ -120,6 +120,26 @@ def compare_encoded(codec: str, scaling: str, page_size: int, *, with_other_scal
         other = dataclasses.replace(latents, scale=jnp.roll(latents.scale, 1, -1) * 1.1)
         given = arguments._replace(latents=other)
     compare(shape, given, num_pages, expected=arguments)
+
+
+def compare_large_queries() -> None:
+    """Of entries past what float16 holds, and latents as small; and of rotated parts in float16."""
+    arguments, num_pages = encoded(DECODE, "fp8_e4m3", "head")
+    latents = arguments.latents
+    assert latents.scale is not None
+    large = {name: (getattr(arguments, name) * 3e4).astype(jnp.bfloat16) for name in ("query", "rope_query")}
+    given = arguments._replace(
+        **large,
+        latents=dataclasses.replace(latents, scale=latents.scale / 3e4),
+        ropes=Pages((arguments.ropes.data / 3e4).astype(jnp.float16)),
+    )
+    held = {name: jnp.clip(query.astype(jnp.float32), -LARGEST, LARGEST) for name, query in large.items()}
+    compare(DECODE, given, num_pages, expected=given._replace(**held))
+
+
+@pytest.mark.gate
+def test_what_float16_does_not_hold_of_a_query_is_the_largest_that_it_does():
+    compare_large_queries()
 
 
 @pytest.mark.gate
@@ -233,6 +253,10 @@ FAULTS: dict[str, tuple[Callable[[], None], Fault]] = {
         functools.partial(compare_encoded, "int8", "head", 32),
         (pallas_gpu, "log_sum_of(peak, total)", "log_sum_of(peak, total) + 1"),
     ),
+    "rotated parts that are infinite": (
+        compare_large_queries,
+        (pallas_gpu, "rope_form.multiplied(rope_query)", "rope_query.astype(ropes.data.dtype)"),
+    ),
     "a copy into another stage": (
         compare_plain,
         (pallas_gpu, "blocks.latents.at[stage, group, pl", "blocks.latents.at[1 - stage, group, pl"),
@@ -249,9 +273,9 @@ FAULTS: dict[str, tuple[Callable[[], None], Fault]] = {
 def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     compare_kernel, own = FAULTS[fault]
     put_fault(own, monkeypatch)
-    # Of stripes the sums of what is NaN are a warning.
+    # Of stripes the sums of what is NaN are a warning, and products of what is infinite.
     found = r"relative error|races in kernels|invalid value"
-    with pytest.raises((AssertionError, RuntimeWarning), match=found):
+    with pytest.raises((AssertionError, RuntimeWarning, jax.errors.JaxRuntimeError), match=found):
         compare_kernel()
 
 

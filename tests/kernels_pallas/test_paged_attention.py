@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import paged_attention
-from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling
+from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
@@ -324,11 +324,39 @@ def test_pages_that_do_not_hold_what_they_say_are_refused(pages: Pages, message:
         ({"query": (1, 1, 3, 8)}, None, "multiple of KV heads, got 3 and 2"),
         ({"keys": (5, 2, 4, 8), "values": (5, 2, 4, 8)}, None, "pages a layer, got 5 and 3"),
         ({}, 0, "window must be at least 1 token, got 0"),
+        (
+            {"query": (0, 1, 4, 8)},
+            None,
+            "at least a sequence and a new token, got 0 sequences and 1 tokens",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(shapes: dict, window: int | None, message: str):
     with pytest.raises(ValueError, match=message):
         paged_attention.check(make_empty(**shapes), num_pages=3, window=window)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 4, 8), (1, 0, 4, 8)])
+def test_a_call_of_nothing_is_refused(shape: tuple[int, ...]):
+    arguments = make_empty()._replace(query=jnp.zeros(shape))
+    for implementation in (paged_attention.xla, pallas_gpu.paged_attention):
+        with pytest.raises(ValueError, match=f"got {shape[0]} sequences and {shape[1]} tokens"):
+            implementation(arguments, num_pages=3, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "least"),
+    [
+        ("block_tokens", 0, 1),
+        ("query_tokens", 0, 1),
+        ("num_buffers", 1, 2),
+        ("split_tokens", -1, 1),
+        ("num_programs", 0, 1),
+    ],
+)
+def test_a_tiling_of_nothing_is_refused(name: str, number: int, least: int):
+    with pytest.raises(ValueError, match=f"{name} of a tiling must be at least {least}, got {number}"):
+        dataclasses.replace(Tiling(), **{name: number})
 
 
 def test_the_walk_follows_the_longest_live_row_and_not_the_capacity():

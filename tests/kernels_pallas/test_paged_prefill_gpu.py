@@ -32,6 +32,7 @@ from .test_paged_attention_gpu import (
     assert_costs_what_rounding_does,
     call_of,
     compare_call,
+    compare_large_queries,
     compiled,
     encode,
     encode_call,
@@ -209,6 +210,11 @@ def compare_encoded(
 )
 def test_encoded_pools_cost_what_rounding_queries_and_weights_does(case):
     compare_encoded(*case)
+
+
+@pytest.mark.gate
+def test_what_float16_does_not_hold_of_a_query_is_the_largest_that_it_does():
+    compare_large_queries(NARROW, num_kernels=1)
 
 
 @pytest.mark.parametrize("fault", [None, pytest.param(True, marks=pytest.mark.gate)])
