@@ -160,8 +160,11 @@ def test_a_wait_that_is_left_out_is_a_race(fault: str):
         arguments = arguments._replace(**dict(zip(("keys", "values"), pages, strict=True)))
     indent = found[: len(found) - len(found.lstrip())]
     replacement = f"{indent}pass\n" + "".join(found.partition("\n")[1:])
-    with pytest.raises(AssertionError, match=r"races in kernels: \[True\]"):
-        run_faulty(shape, arguments, num_pages, found, replacement)
+    # Threads may run in an order in which nothing races; and one so far ahead that the interpreter stops.
+    found_as = r"races in kernels: \[True\]|barrier is already at phase"
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=found_as):
+        for _ in range(4):
+            run_faulty(shape, arguments, num_pages, found, replacement)
 
 
 @pytest.mark.parametrize("fault", [shift_mask, drop_last_page, change_scale])
