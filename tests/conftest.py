@@ -11,6 +11,8 @@ import jax
 import jaxtyping
 import pytest
 
+from .gate_output import gate_lines
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jaxtyping.install_import_hook(["jkv", "kernels_pallas"], "beartype.beartype")
@@ -28,3 +30,11 @@ def few_maps() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
         jax.clear_caches()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what passing compile gates found of GPU kernels: a log shows it of failing ones alone."""
+    if lines := list(gate_lines(terminalreporter.getreports("passed"))):
+        terminalreporter.section("kernels: registers, bytes spilled, bytes of shared memory")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -15,8 +15,10 @@ from jax._src.pallas.mosaic.interpret.race_detection_state import _ranges_overla
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 from jax._src.pallas.mosaic_gpu.interpret.shared_memory import HostAllocationKey
+from jax.experimental.mosaic.gpu import core as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from jkv.cache.codec import CODECS, Codec, find_codecs
 from jkv.cache.runs import num_runs
@@ -28,7 +30,7 @@ from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe, pallas
 from kernels_pallas.paged_attention.shapes import Shape
 
 from .kernels_pallas.models import make_pages
-from .machines import recording
+from .machines import find_target, recording
 
 
 def interpret(call: Callable[..., Any], *arguments: Any, num_kernels: int = 2) -> Any:
@@ -204,7 +206,10 @@ def _pages(codec: Codec | None, of_pool: dict[str, int], sizes: dict[str, int]) 
 
 
 def _compile(call: Callable[..., Any], arguments: Any, mesh: Mesh, folder: Path) -> dict[str, Report]:
-    """Compile a call on arguments of such shapes, and return a report for each kernel."""
+    """Compile a call on arguments of such shapes, and return a report for each kernel.
+
+    For an H200, assert that for an H100 Mosaic GPU's compiler is given the same kernels.
+    """
     dumps = {
         "MOSAIC_GPU_DUMP_TO": str(folder),
         "MOSAIC_GPU_DUMP_PTXAS": "1",
@@ -212,11 +217,31 @@ def _compile(call: Callable[..., Any], arguments: Any, mesh: Mesh, folder: Path)
     }
     os.environ |= dumps
     try:
-        jax.jit(call).lower(shapes_on(mesh, arguments)).compile()
+        lowered, modules = _lower(call, arguments, mesh)
+        lowered.compile()
     finally:
         for name in dumps:
             del os.environ[name]
+    if mesh.devices.flat[0].device_kind == "NVIDIA H200":
+        assert modules
+        assert _lower(call, arguments, find_target("h100"))[1] == modules, "an H100 has other kernels"
     return {file.stem: _report(file) for file in folder.glob("*.ptxas")}
+
+
+def _lower(call: Callable[..., Any], arguments: Any, mesh: Mesh) -> tuple[Lowered, list[str]]:
+    """Lower a call for a machine; return the program, and what Mosaic GPU's compiler is given, by kernel."""
+    modules = []
+
+    def observed(module, **options):
+        # Kernels are counted in a process.
+        modules.append(re.sub(r'dump_basename = "\w+"', "", str(module)))
+        return serialize(module, **options)
+
+    serialize = mosaic._run_serde_pass
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic, "_run_serde_pass", observed)
+        lowered = jax.jit(call).lower(shapes_on(mesh, arguments))
+    return lowered, modules
 
 
 def _report(file: Path) -> Report:

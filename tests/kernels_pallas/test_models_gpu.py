@@ -1,21 +1,24 @@
 """The GPU kernels of attention, compiled for every named shape in every codec: what their assembler says.
 
-All are compiled for an H200: an H100 has other memory and the same multiprocessors, as many of them. That
-compilers make the same of a kernel for both is tested.
+All are compiled for an H200: an H100 has other memory and the same multiprocessors, as many of them. All are
+lowered for both, to the same kernels (`gpu_kernels`); that the assembler is given the same is tested of some.
 """
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 
 from kernels_pallas.latent_attention.shapes import MODELS as LATENT_MODELS
 from kernels_pallas.latent_attention.shapes import SHAPES as LATENT_SHAPES
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
 from kernels_pallas.paged_attention.shapes import MODELS, SHAPES, Shape
 
+from .. import gpu_kernels
 from ..gpu_kernels import Report, compile_latent, compile_shape
 from ..machines import find_target
 
@@ -112,3 +115,18 @@ def test_an_h100_is_given_the_kernels_of_an_h200(shape: Shape | LatentShape, cod
         reports.append({name.rstrip("0123456789"): report for name, report in of_machine.items()})
     assert reports[0] == reports[1]
     assert all(".target sm_90a" in report.assembly for report in reports[0].values())
+
+
+def test_kernels_that_an_h100_would_not_have_are_found(tmp_path: Path, monkeypatch):
+    """Over a table of another width."""
+    own = gpu_kernels.shapes_on
+
+    def faulty(mesh: Mesh, arguments: Any) -> Any:
+        if mesh.devices.flat[0].device_kind == "NVIDIA H100":
+            rows, width = arguments.page_table.shape
+            arguments = arguments._replace(page_table=jax.ShapeDtypeStruct((rows, 2 * width), jnp.int32))
+        return own(mesh, arguments)
+
+    monkeypatch.setattr(gpu_kernels, "shapes_on", faulty)
+    with pytest.raises(AssertionError, match="an H100 has other kernels"):
+        compile_any("h200", MODELS["llama3_8b"], "bf16", tmp_path)
