@@ -16,7 +16,7 @@ from kernels_pallas import latent_attention
 from kernels_pallas.hopper import blocks, stages
 from kernels_pallas.hopper import splits as splitting
 from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_gpu
-from kernels_pallas.latent_attention.shapes import Shape
+from kernels_pallas.latent_attention.shapes import SHAPES, Shape
 from kernels_pallas.paged_attention import Pages, Tiling
 
 from ..compare import assert_close, relative_errors
@@ -107,6 +107,20 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype, tiling: Tiling):
 )
 def test_encoded_latents_cost_what_rounding_queries_and_weights_does(case):
     compare_encoded(*case)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    ("name", "codec", "scaling"),
+    [
+        ("deepseek_chunk", "int8", "token"),
+        ("deepseek_chunk", "fp8_e4m3", "token"),
+        ("deepseek_decode", "int4", "channels"),
+    ],
+)
+def test_encoded_latents_in_named_shapes_cost_what_rounding_does(name: str, codec: str, scaling: str):
+    shape = dataclasses.replace(SHAPES[name], page_size=128, totals=(0, 1, 37, 300))
+    compare(shape, *encoded(shape, codec, scaling))
 
 
 def compare_encoded(codec: str, scaling: str, page_size: int, *, with_other_scales: bool = False) -> None:

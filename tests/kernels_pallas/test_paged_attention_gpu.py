@@ -358,6 +358,24 @@ def test_encoded_pools_cost_what_rounding_queries_and_weights_does(
     compare_encoded(codec, scaling, head_dim, page_size)
 
 
+@pytest.mark.gate
+@pytest.mark.parametrize("codec", ["int8", "fp8_e4m3", "int4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multi_head_decode",
+        "llama_chunk",
+        "mistral_window_decode",
+        "gemma_soft_cap_chunk",
+        "gpt_oss_sinks_chunk",
+    ],
+)
+def test_encoded_pools_in_named_shapes_cost_what_rounding_does(name: str, codec: str):
+    shape = dataclasses.replace(SHAPES[name], page_size=128, totals=(0, 1, 37, 300))
+    scaling = "channels" if codec == "int4" else "token"
+    compare_call(shape, *encode_call(shape, codec, scaling))
+
+
 LARGEST = float(jnp.finfo(jnp.float16).max)
 
 
