@@ -189,6 +189,7 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
     """
     query, keys, values = arguments.query, arguments.keys, arguments.values
     check_not_empty(query)
+    check_rows(query, arguments.page_table, arguments.starts, arguments.lens)
     for pages in (keys, values):
         check_pages(pages)
     sizes = [(*pages.data.shape[:2], pages.page_size, pages.head_dim) for pages in (keys, values)]
@@ -236,6 +237,20 @@ def check_not_empty(query: Float[Array, "seq time q_head width"]) -> None:
             "a call must be of at least a sequence and a new token, got "
             f"{num_seqs} sequences and {time} tokens"
         )
+
+
+def check_rows(query: Array, *rows: Array) -> None:
+    """Refuse a page table, starts or lens that are not whole numbers of each sequence.
+
+    Raises:
+        ValueError: the message names the sizes.
+    """
+    for name, array in zip(("page table", "starts", "lens"), rows, strict=True):
+        if array.shape[:1] != query.shape[:1] or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"the {name} must be whole numbers of {query.shape[0]} sequences, got {array.dtype} of "
+                f"{array.shape}"
+            )
 
 
 def check_walk(total_pages: int, *, num_pages: int, window: int | None) -> None:

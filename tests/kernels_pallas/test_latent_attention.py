@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import latent_attention
-from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_gpu
+from kernels_pallas.latent_attention import LatentArguments, UpProjections, pallas_gpu, pallas_tpu
 from kernels_pallas.latent_attention.shapes import SHAPES, Shape
 from kernels_pallas.paged_attention import Pages, Tiling
 
@@ -180,7 +180,8 @@ def test_a_call_of_nothing_is_refused():
     message = "got 1 sequences and 0 tokens"
     with pytest.raises(ValueError, match=message):
         latent_attention.check(arguments, num_pages=num_pages, window=None)
-    for implementation in (latent_attention.xla, pallas_gpu.latent_attention):
+    kernels = pallas_gpu.latent_attention, pallas_tpu.latent_attention
+    for implementation in (latent_attention.xla, *kernels):
         with pytest.raises(ValueError, match=message):
             implementation(arguments, num_pages=num_pages, scale=SCALE)
 

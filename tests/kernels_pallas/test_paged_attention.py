@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import paged_attention
-from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu
+from kernels_pallas.paged_attention import PagedArguments, Pages, PageSizes, Tiling, pallas_gpu, pallas_tpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
 
 from ..compare import assert_close, relative_errors
@@ -336,10 +336,24 @@ def test_sizes_that_do_not_fit_are_refused(shapes: dict, window: int | None, mes
         paged_attention.check(make_empty(**shapes), num_pages=3, window=window)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"starts": jnp.zeros(2, jnp.int32)}, r"the starts must be .* of 1 sequences, got int32 of \(2,\)"),
+        ({"lens": jnp.zeros(1)}, r"the lens must be whole numbers .*, got float32 of \(1,\)"),
+        ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"the page table .*, got int32 of \(3, 2\)"),
+    ],
+)
+def test_rows_of_other_sequences_are_refused(rows: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        paged_attention.check(make_empty()._replace(**rows), num_pages=3, window=None)
+
+
 @pytest.mark.parametrize("shape", [(0, 1, 4, 8), (1, 0, 4, 8)])
 def test_a_call_of_nothing_is_refused(shape: tuple[int, ...]):
     arguments = make_empty()._replace(query=jnp.zeros(shape))
-    for implementation in (paged_attention.xla, pallas_gpu.paged_attention):
+    kernels = pallas_gpu.paged_attention, pallas_tpu.paged_attention
+    for implementation in (paged_attention.xla, *kernels):
         with pytest.raises(ValueError, match=f"got {shape[0]} sequences and {shape[1]} tokens"):
             implementation(arguments, num_pages=3, scale=1.0)
 

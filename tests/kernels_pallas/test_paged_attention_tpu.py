@@ -553,12 +553,22 @@ def test_queries_and_pieces_that_the_kernel_does_not_take_are_refused():
     query = jax.ShapeDtypeStruct(arguments.query.shape, jnp.float16)
     refused = pallas_tpu.refusal(arguments._replace(query=query))
     assert refused == "queries must be bfloat16 or float32, got float16"
+    table = jax.ShapeDtypeStruct((*arguments.lens.shape, 0), jnp.int32)
+    refused = pallas_tpu.refusal(arguments._replace(page_table=table))
+    assert refused == "page tables must have a column at least, got none; use 'xla'"
     many = jax.ShapeDtypeStruct((36_000, 1, 2, 128), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((36_000, 4), jnp.int32)
     refused = pallas_tpu.refusal(arguments._replace(query=many, page_table=table))
     assert refused is not None
     assert "at most 393,216 bytes" in refused
     assert "for 36000 rows of 1 tokens" in refused
+
+
+def test_a_window_longer_than_any_sequence_is_not_counted_past_32_bits():
+    arguments, num_pages = make_arguments(CHUNK)
+    options = make_options(CHUNK) | {"window": 2**31 - 1, "num_pages": num_pages}
+    out, _ = jax.eval_shape(functools.partial(pallas_tpu.paged_attention, **options), arguments)
+    assert out.shape == arguments.query.shape
 
 
 def test_a_tile_is_a_small_part_of_what_may_be_seen():
