@@ -126,10 +126,8 @@ def slots_of_block(num_slots: int, layout: Any) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (num_slots,), 0, layout=layout)
 
 
-def refusal_of_pages(page_size: int, table_width: int) -> str | None:
+def refusal_of_page_size(page_size: int) -> str | None:
     """Return why pages are not taken; None where they are."""
-    if table_width == 0:
-        return "the GPU kernel takes tables that name a page, got 0 columns; use 'xla'"
     if page_size >= 8 and (BLOCK_TOKENS % page_size == 0 or page_size % BLOCK_TOKENS == 0):
         return None
     return f"the GPU kernel takes pages of 8, 16, 32 or a multiple of 64 tokens, got {page_size}; use 'xla'"

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.paged_attention import Pages, Stripe
-from kernels_pallas.paged_attention.contract import check_not_empty, check_pages, check_rows, check_walk
+from kernels_pallas.paged_attention.contract import check_pages, check_rows, check_walk
 
 
 class UpProjections(NamedTuple):
@@ -58,8 +58,7 @@ def check(arguments: LatentArguments, *, num_pages: int, window: int | None) -> 
         ValueError: sizes disagree; the message names them.
     """
     query, latents, ropes, up = arguments.query, arguments.latents, arguments.ropes, arguments.up
-    check_not_empty(query)
-    check_rows(query, arguments.page_table, arguments.starts, arguments.lens)
+    check_rows(arguments)
     for pages in (latents, ropes):
         check_pages(pages)
     sizes = [(*pages.data.shape[:2], pages.page_size) for pages in (latents, ropes)]

@@ -45,7 +45,7 @@ from kernels_pallas.hopper.blocks import (
     NO_POSITION,
     Walk,
     divide,
-    refusal_of_pages,
+    refusal_of_page_size,
     slots_of_block,
 )
 from kernels_pallas.hopper.forms import Form, form_of, refusal_of_form
@@ -59,7 +59,7 @@ from kernels_pallas.hopper.stages import (
     zero_dead,
 )
 from kernels_pallas.latent_attention.contract import LatentArguments
-from kernels_pallas.paged_attention.contract import Stripe, Tiling, check_not_empty
+from kernels_pallas.paged_attention.contract import Stripe, Tiling, check_rows
 
 # Query rows of a program: the M of one wgmma.
 _ROWS = 64
@@ -190,7 +190,7 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
     if page_size == 8:
         # Eight entries of the table for a block take more registers than the sums leave.
         return "the GPU kernel of latents takes pages of 16 tokens or more, got 8; use 'xla'"
-    if (reason := refusal_of_pages(page_size, arguments.page_table.shape[1])) is not None:
+    if (reason := refusal_of_page_size(page_size)) is not None:
         return reason
     cut = _cut(arguments, tiling or Tiling())
     pieces = jax.eval_shape(_in_pieces, arguments)
@@ -209,10 +209,10 @@ def latent_attention(
     """Compute what `reference.latent_attention` defines; logits, softmax and sums are float32.
 
     Raises:
-        ValueError: `refusal` says why, or there is no sequence or new token.
+        ValueError: `refusal` says why, or rows are not the sequences'.
     """
     tiling = tiling or Tiling()
-    check_not_empty(arguments.query)
+    check_rows(arguments)
     if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
     pieces, form, rope_form = _in_pieces(arguments), form_of(arguments.latents), form_of(arguments.ropes)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.latent_attention.contract import LatentArguments
 from kernels_pallas.paged_attention import Tiling
-from kernels_pallas.paged_attention.contract import check_not_empty
+from kernels_pallas.paged_attention.contract import check_rows
 from kernels_pallas.tpu import sizes, tuned
 from kernels_pallas.tpu.parts import part_of, refused_pages
 from kernels_pallas.tpu.sizes import Shape, Sizes
@@ -31,8 +31,6 @@ def refusal(arguments: LatentArguments, tiling: Tiling | None = None) -> str | N
     for name, pages in (("latents", arguments.latents), ("rotated parts", arguments.ropes)):
         if (why := refused_pages(name, pages, is_latent=True)) is not None:
             return why
-    if (why := sizes.refused_table(arguments.page_table.shape[1])) is not None:
-        return why
     return sizes.refusal(shape_of(arguments), tiling or tiling_for(arguments, window=None))
 
 
@@ -60,9 +58,9 @@ def latent_attention(
     """Compute what `reference.latent_attention` defines; logits, softmax and sums are float32.
 
     Raises:
-        ValueError: the kernel does not take the call, see `refusal`, or there is no sequence or new token.
+        ValueError: the kernel does not take the call, see `refusal`, or rows are not its sequences'.
     """
-    check_not_empty(arguments.query)
+    check_rows(arguments)
     if (why := refusal(arguments, tiling)) is not None:
         raise ValueError(f"latent attention on TPUs cannot run: {why}")
     return walk(

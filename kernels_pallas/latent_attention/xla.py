@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.latent_attention.contract import LatentArguments
 from kernels_pallas.paged_attention import Pages, Tiling
-from kernels_pallas.paged_attention.contract import check_not_empty
+from kernels_pallas.paged_attention.contract import check_rows
 from kernels_pallas.paged_attention.xla import (
     finish,
     follow,
@@ -36,9 +36,9 @@ def latent_attention(
     """Compute what `reference.latent_attention` defines; logits, softmax and sums are float32.
 
     Raises:
-        ValueError: there is no sequence or new token.
+        ValueError: rows are not the sequences', or there are none.
     """
-    check_not_empty(arguments.query)
+    check_rows(arguments)
     query, rope_query, latents, ropes, up = (*arguments[:4], arguments.up)
     num_seqs, time, num_heads, _ = query.shape
     num_kv_heads = 1 if up is None else num_heads

@@ -6,7 +6,7 @@ Checks shapes only; every refusal names the sizes.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -188,8 +188,7 @@ def check(arguments: PagedArguments, *, num_pages: int, window: int | None) -> N
         ValueError: sizes disagree; the message names them.
     """
     query, keys, values = arguments.query, arguments.keys, arguments.values
-    check_not_empty(query)
-    check_rows(query, arguments.page_table, arguments.starts, arguments.lens)
+    check_rows(arguments)
     for pages in (keys, values):
         check_pages(pages)
     sizes = [(*pages.data.shape[:2], pages.page_size, pages.head_dim) for pages in (keys, values)]
@@ -225,31 +224,26 @@ def _check_recent(arguments: PagedArguments) -> None:
             )
 
 
-def check_not_empty(query: Float[Array, "seq time q_head width"]) -> None:
-    """Refuse a call of no sequence, or of none's new tokens.
+def check_rows(arguments: Any) -> None:
+    """Refuse a call of nothing, and rows that are not those of its sequences.
+
+    Args:
+        arguments: `PagedArguments` or `LatentArguments`.
 
     Raises:
         ValueError: the message names the sizes.
     """
-    num_seqs, time = query.shape[:2]
-    if not (num_seqs and time):
+    (num_seqs, time), rows = arguments.query.shape[:2], arguments.page_table
+    if 0 in (num_seqs, time, rows.shape[-1]):
         raise ValueError(
-            "a call must be of at least a sequence and a new token, got "
-            f"{num_seqs} sequences and {time} tokens"
+            "a call must be of at least a sequence, a new token and a column of the page table, got "
+            f"{num_seqs} sequences, {time} tokens and {rows.shape[-1]} columns"
         )
-
-
-def check_rows(query: Array, *rows: Array) -> None:
-    """Refuse a page table, starts or lens that are not whole numbers of each sequence.
-
-    Raises:
-        ValueError: the message names the sizes.
-    """
-    for name, array in zip(("page table", "starts", "lens"), rows, strict=True):
-        if array.shape[:1] != query.shape[:1] or not jnp.issubdtype(array.dtype, jnp.integer):
+    for name in ("page_table", "starts", "lens"):
+        rows = getattr(arguments, name)
+        if rows.shape[:1] != (num_seqs,) or not jnp.issubdtype(rows.dtype, jnp.integer):
             raise ValueError(
-                f"the {name} must be whole numbers of {query.shape[0]} sequences, got {array.dtype} of "
-                f"{array.shape}"
+                f"{name} must be whole numbers of {num_seqs} sequences, got {rows.dtype} of {rows.shape}"
             )
 
 

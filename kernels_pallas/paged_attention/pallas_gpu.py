@@ -50,7 +50,7 @@ from kernels_pallas.hopper.blocks import (
     NO_POSITION,
     Walk,
     divide,
-    refusal_of_pages,
+    refusal_of_page_size,
     slots_of_block,
 )
 from kernels_pallas.hopper.forms import Form, form_of, refusal_of_form
@@ -67,7 +67,7 @@ from kernels_pallas.hopper.stages import (
     zero_dead,
 )
 from kernels_pallas.paged_attention import pallas_gpu_prefill as prefill
-from kernels_pallas.paged_attention.contract import PagedArguments, Stripe, Tiling, check_not_empty
+from kernels_pallas.paged_attention.contract import PagedArguments, Stripe, Tiling, check_rows
 from kernels_pallas.paged_attention.xla import attend_to_own_runs
 
 # Bytes of keys and values on their way. 36 KB for each multiprocessor would hide a microsecond of latency at
@@ -147,7 +147,7 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     if head_dim not in _HEAD_DIMS:
         sizes = ", ".join(map(str, _HEAD_DIMS))
         return f"the GPU kernel takes heads of one of {sizes} entries, got {head_dim}; use 'xla'"
-    if (reason := refusal_of_pages(page_size, arguments.page_table.shape[1])) is not None:
+    if (reason := refusal_of_page_size(page_size)) is not None:
         return reason
     if page_size == 8 and head_dim == 256 and _is_converted(arguments):
         # Eight entries of the table for a block take more registers than the conversion leaves.
@@ -174,10 +174,10 @@ def paged_attention(
     """Compute what `reference.paged_attention` defines; logits, softmax and sums are float32.
 
     Raises:
-        ValueError: `refusal` says why, or there is no sequence or new token.
+        ValueError: `refusal` says why, or rows are not the sequences'.
     """
     tiling = tiling or Tiling()
-    check_not_empty(arguments.query)
+    check_rows(arguments)
     if (reason := refusal(arguments, tiling)) is not None:
         raise ValueError(reason)
     time = arguments.query.shape[1]

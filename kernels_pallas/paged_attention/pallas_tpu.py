@@ -5,7 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas.paged_attention.contract import PagedArguments, Tiling, check_not_empty
+from kernels_pallas.paged_attention.contract import PagedArguments, Tiling, check_rows
 from kernels_pallas.tpu import sizes, tuned
 from kernels_pallas.tpu.parts import part_of, refused_pages
 from kernels_pallas.tpu.sizes import Shape, Sizes
@@ -24,8 +24,6 @@ def refusal(arguments: PagedArguments, tiling: Tiling | None = None) -> str | No
     for name, pages in (("keys", arguments.keys), ("values", arguments.values)):
         if (why := refused_pages(name, pages)) is not None:
             return why
-    if (why := sizes.refused_table(arguments.page_table.shape[1])) is not None:
-        return why
     return sizes.refusal(shape_of(arguments), tiling or tiling_for(arguments, window=None))
 
 
@@ -55,9 +53,9 @@ def paged_attention(
     """Compute what `reference.paged_attention` defines; logits, softmax and sums are float32.
 
     Raises:
-        ValueError: the kernel does not take the call, see `refusal`, or there is no sequence or new token.
+        ValueError: the kernel does not take the call, see `refusal`, or rows are not its sequences'.
     """
-    check_not_empty(arguments.query)
+    check_rows(arguments)
     if (why := refusal(arguments, tiling)) is not None:
         raise ValueError(f"paged attention on TPUs cannot run: {why}")
     query, keys, values = arguments[:3]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Stripe, Tiling, check_not_empty
+from kernels_pallas.paged_attention.contract import PagedArguments, Pages, Stripe, Tiling, check_rows
 from kernels_pallas.slots import as_matrices, slots_of
 
 Rows = Float[Array, "seq kv_head row head_dim"]
@@ -88,9 +88,9 @@ def paged_attention(
     """Compute what `reference.paged_attention` defines; logits, softmax and sums are float32.
 
     Raises:
-        ValueError: there is no sequence or new token.
+        ValueError: rows are not the sequences', or there are none.
     """
-    check_not_empty(arguments.query)
+    check_rows(arguments)
     query, keys, values = arguments[:3]
     num_seqs, time, num_heads, head_dim = query.shape
     num_kv_heads, page_size = keys.data.shape[1], keys.page_size

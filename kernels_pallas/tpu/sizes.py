@@ -344,11 +344,6 @@ def longest_seen(shape: Shape, *, window: int | None) -> int:
     return longest if window is None else min(longest, window + shape.page_size)
 
 
-def refused_table(max_pages: int) -> str | None:
-    """Return why a page table is not taken; None where it is."""
-    return None if max_pages else "page tables must have a column at least, got none; use 'xla'"
-
-
 def refusal(shape: Shape, tiling: Tiling) -> str | None:
     """Return why a call does not fit a TPU's memories, in one sentence; None where it does."""
     if _part_seqs(shape) == 0:

@@ -177,7 +177,7 @@ def test_sizes_that_do_not_fit_are_refused(shapes: dict, window: int | None, mes
 def test_a_call_of_nothing_is_refused():
     arguments, num_pages = make_arguments(Shape(8, 128, 64, 8, 8, 16, 1, totals=(5,)), is_absorbed=True)
     arguments = arguments._replace(query=arguments.query[:, :0], rope_query=arguments.rope_query[:, :0])
-    message = "got 1 sequences and 0 tokens"
+    message = "got 1 sequences, 0 tokens and"
     with pytest.raises(ValueError, match=message):
         latent_attention.check(arguments, num_pages=num_pages, window=None)
     kernels = pallas_gpu.latent_attention, pallas_tpu.latent_attention

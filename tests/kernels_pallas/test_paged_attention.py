@@ -327,7 +327,7 @@ def test_pages_that_do_not_hold_what_they_say_are_refused(pages: Pages, message:
         (
             {"query": (0, 1, 4, 8)},
             None,
-            "at least a sequence and a new token, got 0 sequences and 1 tokens",
+            "a column of the page table, got 0 sequences, 1 tokens and 2 columns",
         ),
     ],
 )
@@ -339,9 +339,9 @@ def test_sizes_that_do_not_fit_are_refused(shapes: dict, window: int | None, mes
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"starts": jnp.zeros(2, jnp.int32)}, r"the starts must be .* of 1 sequences, got int32 of \(2,\)"),
-        ({"lens": jnp.zeros(1)}, r"the lens must be whole numbers .*, got float32 of \(1,\)"),
-        ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"the page table .*, got int32 of \(3, 2\)"),
+        ({"starts": jnp.zeros(2, jnp.int32)}, r"starts must be .* of 1 sequences, got int32 of \(2,\)"),
+        ({"lens": jnp.zeros(1)}, r"lens must be whole numbers .*, got float32 of \(1,\)"),
+        ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"page_table .*, got int32 of \(3, 2\)"),
     ],
 )
 def test_rows_of_other_sequences_are_refused(rows: dict, message: str):
@@ -349,12 +349,14 @@ def test_rows_of_other_sequences_are_refused(rows: dict, message: str):
         paged_attention.check(make_empty()._replace(**rows), num_pages=3, window=None)
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 4, 8), (1, 0, 4, 8)])
-def test_a_call_of_nothing_is_refused(shape: tuple[int, ...]):
-    arguments = make_empty()._replace(query=jnp.zeros(shape))
+@pytest.mark.parametrize(("num_seqs", "time", "width"), [(0, 1, 2), (1, 0, 2), (1, 1, 0)])
+def test_a_call_of_nothing_is_refused(num_seqs: int, time: int, width: int):
+    query, table = jnp.zeros((num_seqs, time, 4, 8)), jnp.zeros((1, width), jnp.int32)
+    arguments = make_empty()._replace(query=query, page_table=table)
+    message = f"got {num_seqs} sequences, {time} tokens and {width} columns"
     kernels = pallas_gpu.paged_attention, pallas_tpu.paged_attention
     for implementation in (paged_attention.xla, *kernels):
-        with pytest.raises(ValueError, match=f"got {shape[0]} sequences and {shape[1]} tokens"):
+        with pytest.raises(ValueError, match=message):
             implementation(arguments, num_pages=3, scale=1.0)
 
 
