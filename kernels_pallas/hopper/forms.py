@@ -75,13 +75,12 @@ class Form(NamedTuple):
     def multiplied(self, query: jax.Array) -> jax.Array:
         """Return a query, its last axis channels, as what numbers are multiplied with.
 
-        Entries past the largest of float16, 65,504, become it: infinite ones would make every result NaN.
+        Entries that become infinite in float16, as those past 65,504 do, are NaN, and so is what their query
+        gives: infinite ones could hide all that it sees.
         """
-        if self.is_narrow:
-            largest = float(jnp.finfo(self.dtype).max)
-            # In float32: bfloat16 would round the largest to what is past it.
-            query = jnp.clip(query.astype(jnp.float32), -largest, largest)
         query = query.astype(self.dtype)
+        if self.is_narrow:
+            query = jnp.where(jnp.isinf(query), jnp.nan, query)
         return dealt(query) / self.unit if self.is_dealt else query
 
     def summed(self, numbers: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from ..machines import find_target
 from .stripes import in_stripes
 from .test_latent_attention import SCALE, lens_of, make_arguments, run
 from .test_paged_attention import assert_log_sums_close, change_scale, shift_mask
-from .test_paged_attention_gpu import LARGEST, encode, place_near_the_end, put_fault, unname
+from .test_paged_attention_gpu import MINUS_ONE, TOO_LARGE, encode, place_near_the_end, put_fault, unname
 from .tpu_kernels import Fault
 
 # Two splits for the longest row; one program takes all of them.
@@ -137,22 +137,32 @@ def compare_encoded(codec: str, scaling: str, page_size: int, *, with_other_scal
 
 
 def compare_large_queries() -> None:
-    """Of entries past what float16 holds, and latents as small; and of rotated parts in float16."""
+    """Of entries as large as float16 holds, and two past it, whose products with all keys are negative."""
     arguments, num_pages = encoded(DECODE, "fp8_e4m3", "head")
-    latents = arguments.latents
+    latents, ropes = arguments.latents, arguments.ropes.data
     assert latents.scale is not None
-    large = {name: (getattr(arguments, name) * 3e4).astype(jnp.bfloat16) for name in ("query", "rope_query")}
-    given = arguments._replace(
-        **large,
-        latents=dataclasses.replace(latents, scale=latents.scale / 3e4),
-        ropes=Pages((arguments.ropes.data / 3e4).astype(jnp.float16)),
+    latents = dataclasses.replace(
+        latents, data=latents.data.at[..., 5].set(MINUS_ONE), scale=latents.scale / 1e4
     )
-    held = {name: jnp.clip(query.astype(jnp.float32), -LARGEST, LARGEST) for name, query in large.items()}
-    compare(DECODE, given, num_pages, expected=given._replace(**held))
+    given = arguments._replace(
+        query=(arguments.query * 1e4).astype(jnp.bfloat16),
+        rope_query=(arguments.rope_query * 1e4).astype(jnp.bfloat16),
+        latents=latents,
+        ropes=Pages((ropes.at[..., 5].set(-1) / 1e4).astype(jnp.float16)),
+    )
+    expected, _ = run_reference(DECODE, jnp.float32, given)
+    given = given._replace(
+        query=given.query.at[-1, 0, 0, 5].set(TOO_LARGE),
+        rope_query=given.rope_query.at[-1, 0, 1, 5].set(TOO_LARGE),
+    )
+    out, _ = interpret(call_of(DECODE, num_pages), given)
+    rows = (-1, 0, slice(0, 2))
+    assert jnp.isnan(out[rows]).all(), "the result of an entry past float16 is to be NaN"
+    assert_close(out.at[rows].set(0), expected.at[rows].set(0), 2 * own_error(DECODE, jnp.bfloat16))
 
 
 @pytest.mark.gate
-def test_what_float16_does_not_hold_of_a_query_is_the_largest_that_it_does():
+def test_a_query_that_float16_does_not_hold_is_answered_with_nan():
     compare_large_queries()
 
 
@@ -288,7 +298,7 @@ def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     compare_kernel, own = FAULTS[fault]
     put_fault(own, monkeypatch)
     # Of stripes the sums of what is NaN are a warning, and products of what is infinite.
-    found = r"relative error|races in kernels|invalid value"
+    found = r"relative error|is to be NaN|races in kernels|invalid value"
     with pytest.raises((AssertionError, RuntimeWarning, jax.errors.JaxRuntimeError), match=found):
         compare_kernel()
 

@@ -220,7 +220,7 @@ def test_encoded_pools_cost_what_rounding_queries_and_weights_does(case):
 
 
 @pytest.mark.gate
-def test_what_float16_does_not_hold_of_a_query_is_the_largest_that_it_does():
+def test_a_query_that_float16_does_not_hold_is_answered_with_nan():
     compare_large_queries(NARROW, num_kernels=1)
 
 
