@@ -22,11 +22,11 @@ from kernels_pallas.paged_attention import Pages, Tiling
 from ..compare import assert_close, relative_errors
 from ..gpu_kernels import compile_latent, interpret
 from ..machines import find_target
+from .faults import Fault, put_fault
 from .stripes import in_stripes
 from .test_latent_attention import SCALE, lens_of, make_arguments, run
 from .test_paged_attention import assert_log_sums_close, change_scale, shift_mask
-from .test_paged_attention_gpu import MINUS_ONE, TOO_LARGE, encode, place_near_the_end, put_fault, unname
-from .tpu_kernels import Fault
+from .test_paged_attention_gpu import MINUS_ONE, TOO_LARGE, encode, place_near_the_end, unname
 
 # Two splits for the longest row; one program takes all of them.
 TILING = Tiling(split_tokens=32, num_programs=1, is_interpreted=True)

@@ -16,6 +16,7 @@ from kernels_pallas.tpu import walk
 
 from ..compare import assert_close, relative_errors
 from ..machines import find_target
+from .faults import put_fault
 from .models import latent_arguments
 from .stripes import in_stripes
 from .test_latent_attention import SCALE, make_arguments, run
@@ -27,7 +28,6 @@ from .tpu_kernels import (
     encoded_pages,
     has_races,
     interpreted,
-    put_fault,
 )
 
 # Several tiles for the longest row, and several pieces of a chunk.
@@ -120,7 +120,7 @@ def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     """All tiles are full: the count of another one in the same buffer would be waited for in vain."""
     shape = Shape(2, 128, 64, 32, 32, page_size=32, time=5, totals=(384, 128))
     arguments, num_pages = encoded(shape, "f32")
-    put_fault(FAULTS[fault], pallas_tpu, monkeypatch)
+    put_fault(FAULTS[fault], monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages)
     whole, row = relative_errors(out, run_reference(shape, arguments, num_pages)[0])
     assert has_races() or not (whole < 1e-3 and row < 1e-3)
@@ -161,9 +161,7 @@ def test_the_kernel_compiles_for_tpus_within_their_memories(name: str, codec: st
 def test_pools_that_are_not_kept_in_hbm_are_found_in_vmem(monkeypatch):
     """XLA copies the scales of all pages there before the kernel begins, where there is room."""
     arguments, num_pages = latent_arguments(MODELS["deepseek_v3_of_8"], "int8")
-    put_fault(
-        (walk, "pltpu.with_memory_space_constraint(array, pltpu.HBM)", "array"), pallas_tpu, monkeypatch
-    )
+    put_fault((walk, "pltpu.with_memory_space_constraint(array, pltpu.HBM)", "array"), monkeypatch)
     call = functools.partial(pallas_tpu.latent_attention, num_pages=num_pages, scale=SCALE)
     program = jax.jit(call).lower(shapes_on(find_target("v6e"), arguments)).compile()
     with pytest.raises(AssertionError, match=r"nothing may be made of a pool, got .*S\(1\)"):

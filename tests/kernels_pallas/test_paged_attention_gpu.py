@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,14 +23,12 @@ from jkv.targets import shapes_on
 from kernels_pallas import paged_attention
 from kernels_pallas.hopper import accumulators, blocks, forms, stages
 from kernels_pallas.hopper import splits as splitting
-from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
 from kernels_pallas.paged_attention import (
     PagedArguments,
     Pages,
     PageSizes,
     Tiling,
     pallas_gpu,
-    pallas_gpu_prefill,
 )
 from kernels_pallas.paged_attention.reference import heads_of
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
@@ -41,6 +38,7 @@ from ..gpu_kernels import compile_large, compile_paged, interpret
 from ..loops import LARGE, LAYOUTS, SMALL, loop
 from ..loops import make_arguments as make_loop_arguments
 from ..machines import find_target
+from .faults import Fault, put_fault, with_fault
 from .stripes import in_stripes
 from .test_paged_attention import (
     assert_log_sums_close,
@@ -54,7 +52,6 @@ from .test_paged_attention import (
     run_reference,
     shift_mask,
 )
-from .tpu_kernels import Fault
 
 # Several splits a row, and several of them for a program.
 TILING = Tiling(split_tokens=64, num_programs=2, is_interpreted=True)
@@ -177,34 +174,6 @@ def test_the_kernel_equals_the_definition(shape: Shape, dtype):
 # Eight blocks in one split: twice as many as are on their way at once.
 LONG = Shape(2, 1, 80, page_size=64, time=1, totals=(450,))
 LONG_TILING = Tiling(split_tokens=512, is_interpreted=True)
-
-
-def with_fault(fault: Fault) -> ModuleType:
-    """Return a module again, with a fault in its source."""
-    where, found, replacement = fault
-    source = inspect.getsource(where)
-    assert source.count(found) == 1
-    faulty = ModuleType("faulty")
-    exec(source.replace(found, replacement), faulty.__dict__)
-    return faulty
-
-
-def put_fault(fault: Fault, monkeypatch) -> None:
-    """Have all GPU kernels call what a module has with a fault in its source."""
-    where, found, _ = fault
-    faulty = with_fault(fault)
-    users = (pallas_gpu, pallas_gpu_prefill, latent_gpu, splitting, blocks, stages)
-    for name, own in list(vars(where).items()):
-        if getattr(own, "__module__", None) != where.__name__ or found not in inspect.getsource(own):
-            continue
-        if isinstance(own, type):
-            for method, function in list(vars(own).items()):
-                if inspect.isfunction(function) and found in inspect.getsource(function):
-                    monkeypatch.setattr(own, method, vars(getattr(faulty, name))[method])
-        else:
-            for user in users:
-                if getattr(user, name, None) is own:
-                    monkeypatch.setattr(user, name, getattr(faulty, name))
 
 
 def make_long_call(kernel: ModuleType):

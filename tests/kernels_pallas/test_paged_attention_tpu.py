@@ -30,6 +30,7 @@ from ..loops import LARGE, SMALL, loop
 from ..loops import make_arguments as make_loop_arguments
 from ..machines import find_target
 from ..poison import poison
+from .faults import put_fault
 from .models import model_arguments
 from .stripes import in_stripes
 from .test_paged_attention import (
@@ -48,7 +49,6 @@ from .tpu_kernels import (
     encoded_pages,
     has_races,
     interpreted,
-    put_fault,
 )
 
 definition: Any = importlib.import_module("kernels_pallas.paged_attention.reference")
@@ -247,7 +247,7 @@ def test_heads_that_are_attended_to_after_others_have_their_own_scales(codec: st
     monkeypatch.setattr(sizes, "MAX_ROWS", 8)
     arguments, num_pages = encoded(DECODE, codec)
     if fault is not None:
-        put_fault(fault, pallas_tpu, monkeypatch)
+        put_fault(fault, monkeypatch)
     out, _ = run_kernel(DECODE, arguments, num_pages)
     exact, _ = run_reference(DECODE, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
     expected, _ = run_reference(DECODE, arguments, num_pages)
@@ -269,7 +269,7 @@ def test_many_rows_have_their_own_log_sums_beside_a_sink_far_above_them(fault, m
     shape = Shape(8, 2, 128, page_size=32, time=40, totals=(0, 40, 150))
     arguments, num_pages = make_arguments(shape)
     if fault is not None:
-        put_fault(fault, pallas_tpu, monkeypatch)
+        put_fault(fault, monkeypatch)
     tiling = dataclasses.replace(TILING, query_tokens=40)
     options = make_options(shape) | {
         "num_pages": num_pages,
@@ -331,7 +331,7 @@ def test_4_bit_values_of_a_row_without_one_of_its_pages_are_those_of_the_definit
     arguments, num_pages = encoded(shape, "int8/int4")
     arguments = arguments._replace(page_table=arguments.page_table.at[0, 1].set(num_pages))
     if fault is not None:
-        put_fault(fault, pallas_tpu, monkeypatch)
+        put_fault(fault, monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages)
     assert not has_races()
     exact, _ = run_reference(shape, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
@@ -358,7 +358,7 @@ def test_a_fault_in_how_4_bit_keys_are_read_is_found(codec: str, fault, monkeypa
     """Of the longest row, of whose runs the last has begun, the second last query is the last of its run."""
     arguments, num_pages = encoded(SHORT, codec)
     if fault is not None:
-        put_fault(fault, pallas_tpu, monkeypatch)
+        put_fault(fault, monkeypatch)
     out, _ = run_kernel(SHORT, arguments, num_pages)
     exact, _ = run_reference(SHORT, arguments._replace(query=arguments.query.astype(jnp.float32)), num_pages)
     expected, _ = run_reference(SHORT, arguments, num_pages)
@@ -403,7 +403,7 @@ def test_stripes_of_pages_merged_are_the_whole(fault, monkeypatch):
     options = make_options(shape)
     sinks = options.pop("sinks")
     if fault is not None:
-        put_fault((walk, *fault), pallas_tpu, monkeypatch)
+        put_fault((walk, *fault), monkeypatch)
     options |= {"num_pages": num_pages, "tiling": TILING}
     kernel = jax.jit(functools.partial(pallas_tpu.paged_attention, **options))
     has_race = False
@@ -431,7 +431,7 @@ def test_a_fault_in_the_kernel_is_found(fault: str, monkeypatch):
     """All tiles are full: the count of another one in the same buffer would be waited for in vain."""
     shape = Shape(2, 1, 128, page_size=16, time=5, totals=(384, 128))
     arguments, num_pages = make_arguments(shape)
-    put_fault(FAULTS[fault], pallas_tpu, monkeypatch)
+    put_fault(FAULTS[fault], monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages)
     expected, _ = run_reference(shape, arguments, num_pages)
     whole, row = relative_errors(out, expected)
@@ -531,7 +531,7 @@ def test_a_page_table_comes_in_parts_of_which_those_of_idle_rows_are_left_out(fa
     arguments = arguments._replace(page_table=table)
     monkeypatch.setattr(sizes, "SMEM_BYTES", 2 * 4 * table.shape[1])
     if fault is not None:
-        put_fault((queue, *fault), pallas_tpu, monkeypatch)
+        put_fault((queue, *fault), monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages)
     whole, row = relative_errors(out, run_reference(shape, arguments, num_pages)[0])
     assert (has_races() or not (whole < 1e-5 and row < 1e-5)) == (fault is not None)

@@ -18,6 +18,7 @@ from kernels_pallas.paged_attention.shapes import Shape
 from ..compare import assert_close, relative_errors
 from ..gpu_kernels import compile_large, compile_paged, interpret
 from ..machines import find_target
+from .faults import Fault, put_fault, with_fault
 from .stripes import in_stripes
 from .test_paged_attention import (
     assert_log_sums_close,
@@ -38,11 +39,8 @@ from .test_paged_attention_gpu import (
     encode_call,
     make_pool,
     output_error,
-    put_fault,
     unname,
-    with_fault,
 )
-from .tpu_kernels import Fault
 
 TILING = Tiling(is_interpreted=True)
 # Two tiles of 128 rows, of which the last row of a batch fills one and a part; six blocks, four on their way.

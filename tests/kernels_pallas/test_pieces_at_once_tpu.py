@@ -11,10 +11,11 @@ from kernels_pallas.paged_attention.shapes import Shape
 from kernels_pallas.tpu import logits, queue, sizes, walk
 
 from ..compare import assert_close, relative_errors
+from .faults import Fault, put_fault
 from .test_paged_attention import assert_log_sums_close, make_arguments, run_reference
 from .test_paged_attention_tpu import TILING as SHORT_TILING
 from .test_paged_attention_tpu import encoded, run_kernel
-from .tpu_kernels import FAULTS, Fault, has_races, put_fault
+from .tpu_kernels import FAULTS, has_races
 
 # Tiles have room for a short table's pages and for one more, which a row that begins anew in it sees.
 TILING = dataclasses.replace(SHORT_TILING, block_tokens=256)
@@ -148,7 +149,7 @@ def test_rows_without_one_of_their_pages_beside_others_are_as_the_definition(
     if fault is None:
         assert_as_the_definition(shape, arguments, num_pages)
     else:
-        put_fault(fault, pallas_tpu, monkeypatch)
+        put_fault(fault, monkeypatch)
         with pytest.raises((AssertionError, RuntimeWarning)):
             assert_as_the_definition(shape, arguments, num_pages)
 
@@ -182,7 +183,7 @@ def test_a_fault_where_pieces_are_attended_to_at_once_is_found(fault: str, monke
     tiling = dataclasses.replace(TILING, block_tokens=384)
     cut = pallas_tpu.sizes_of(arguments, num_pages, window=None, tiling=tiling)
     assert (cut.pieces_at_once, cut.pieces_per_step, len(cut.turns)) == (4, 4, 3)
-    put_fault({**FAULTS, **OF_GROUPS}[fault], pallas_tpu, monkeypatch)
+    put_fault({**FAULTS, **OF_GROUPS}[fault], monkeypatch)
     out, _ = run_kernel(shape, arguments, num_pages, tiling)
     whole, row = relative_errors(out, run_reference(shape, arguments, num_pages)[0])
     assert has_races() or not (whole < 1e-3 and row < 1e-3)

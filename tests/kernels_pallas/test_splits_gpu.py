@@ -19,7 +19,7 @@ from scripts.gpu_static_calls import launches_of
 from ..compare import assert_close
 from ..gpu_kernels import interpret
 from ..machines import find_target
-from .test_paged_attention_gpu import with_fault
+from .faults import with_fault
 
 # Tokens held before a step, and new ones: idle rows, one that has nothing before, and rings written over.
 STARTS = (0, 0, 7, 127, 900, 2397, 40)

@@ -16,7 +16,7 @@ from kernels_pallas.paged_attention import Tiling, pallas_gpu, pallas_gpu_prefil
 from ..compare import assert_close, relative_errors
 from ..gpu_kernels import interpret
 from ..poison import poison
-from .test_paged_attention_gpu import put_fault
+from .faults import put_fault
 
 pytestmark = pytest.mark.gate
 

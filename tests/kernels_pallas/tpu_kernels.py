@@ -1,12 +1,8 @@
 """TPU kernels interpreted, with pools as they lie on a TPU, and with faults in their source."""
 
-import importlib.util
-import inspect
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -23,6 +19,7 @@ from kernels_pallas.tpu import queue, walk
 
 from ..machines import recording
 from ..rows import in_rows
+from .faults import Fault
 
 
 def interpreted(call: Callable[[], Any]) -> Any:
@@ -101,9 +98,6 @@ def assert_nothing_is_as_a_pool(program: Compiled, pages: Pages) -> None:
     assert not found, f"nothing may be made of a pool, got {sorted(set(found))}"
 
 
-# A module of the walk, what is in its source once, and what is to be there instead.
-Fault = tuple[ModuleType, str, str]
-
 FAULTS: dict[str, Fault] = {
     "a copy that is not waited for": (queue, "pltpu.make_async_copy(tile, tile, semaphore).wait()", "pass"),
     "a copy into a tile that is in use": (
@@ -125,28 +119,3 @@ FAULTS: dict[str, Fault] = {
         "last[2]",
     ),
 }
-
-
-# What the walk takes from the modules beside it.
-_TAKEN = {
-    "queue": ["Queue"],
-    "runs": ["scales_of_runs"],
-    "logits": ["logits_of"],
-    "slot_runs": ["decoded", "own_logits"],
-}
-
-
-def put_fault(fault: Fault, kernel: ModuleType, monkeypatch) -> None:
-    """Have a kernel's module walk with a fault in the source."""
-    where, found, replacement = fault
-    source = inspect.getsource(where)
-    assert source.count(found) == 1, f"{found!r} is to be in the source once"
-    spec = importlib.util.spec_from_loader("faulty", loader=None)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    exec(source.replace(found, replacement), module.__dict__)
-    if where is walk:
-        monkeypatch.setattr(kernel, "walk", module.walk)
-    for name in _TAKEN.get(where.__name__.rpartition(".")[2], ()):
-        monkeypatch.setattr(walk, name, getattr(module, name))
