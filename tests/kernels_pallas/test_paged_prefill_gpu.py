@@ -37,10 +37,10 @@ from .test_paged_attention_gpu import (
     compiled,
     encode,
     encode_call,
-    make_pool,
     output_error,
     unname,
 )
+from .test_paged_calls_gpu import make_pool
 
 TILING = Tiling(is_interpreted=True)
 # Two tiles of 128 rows, of which the last row of a batch fills one and a part; six blocks, four on their way.
