@@ -1,9 +1,8 @@
 """A walk over the pages that each sequence holds, in tiles, with an online softmax in float32.
 
 Each piece, a few new tokens of one sequence, attends to its tiles all KV heads at once. Logits are the sum
-over the pools that keys are made of, and go along the lanes: of a tile's slots first those in the first
-column of their pages, then those in the next, so that rows of pools are multiplied as they lie. Tiles come in
-by a queue.
+over the pools that keys are made of, in the order of `tiles`, so that rows of pools are multiplied as they
+lie. Tiles come in by a queue.
 
 Grid: steps of `pieces_per_step` pieces, in order. VMEM: a step's queries and outputs, `num_buffers` tiles,
 and the sums of one piece. SMEM: pieces, two parts of the page table, the queue's cursor. Limits:
@@ -24,7 +23,6 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.paged_attention.contract import Pages, Stripe
 from kernels_pallas.tpu.logits import logits_of
-from kernels_pallas.tpu.nibbles import nibbles
 from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
 from kernels_pallas.tpu.pieces import (
     HIDDEN,
@@ -38,15 +36,15 @@ from kernels_pallas.tpu.pieces import (
     sink_rows,
 )
 from kernels_pallas.tpu.queue import CURSOR, Queue
-from kernels_pallas.tpu.runs import Spread, scales_of_runs, spread_of
+from kernels_pallas.tpu.runs import Spread, spread_of
 from kernels_pallas.tpu.sizes import VMEM_BYTES, Sizes, tile_shapes
-from kernels_pallas.tpu.slot_runs import decoded, own_logits
+from kernels_pallas.tpu.slot_runs import own_logits
 from kernels_pallas.tpu.sums import weighted_sum
+from kernels_pallas.tpu.tiles import Tiles
 
 # Below every logit of finite keys; finite, so that differences of two are numbers.
 _LOWEST = -(2.0**127)
 _LOG2_E = math.log2(math.e)
-_FP8: dict[str, Any] = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +214,7 @@ def _kernel(
     pools: tuple[Any, ...],  # of each: entries and scales of tokens   HBM; scales of heads VMEM
     out_ref,  # [step_piece, kv_head, row, lane]               VMEM
     log_sum_ref,  # float32 [step_piece, kv_head, n, 128]      VMEM
-    tiles: tuple[Any, ...],  # of each pool: see `Queue`      VMEM
+    tile_refs: tuple[Any, ...],  # of each pool: see `Queue`  VMEM
     tokens_ref,  # int32 [member, 1, token]: see `tokens`      VMEM
     own_ref,  # float32 [member, head, row, token]: logits of own runs, or None       VMEM
     peak_ref,  # float32 [kv_head, row, 128], equal lanes      VMEM
@@ -233,16 +231,22 @@ def _kernel(
     sizes: Sizes,
     options: Options,
 ):
-    shape, block, block_pages = sizes.shape, sizes.block, sizes.block_pages
-    page_size, share, column, span = shape.page_size, shape.share, shape.column, shape.run_slots or 1
+    shape, block_pages, page_size, span = (
+        sizes.shape,
+        sizes.block_pages,
+        sizes.shape.page_size,
+        sizes.shape.run_slots or 1,
+    )
     stride_ref, first_page_ref = stripe
+    tiles = Tiles(sizes, tile_refs, pools, spread)
+    chunk_tokens = tiles.chunk_tokens
     queue = Queue(
         sizes,
         pieces,
         offset_ref,
         table_ref,
         pools,
-        tiles,
+        tile_refs,
         rows_ref,
         cursor_ref,
         copies_ref,
@@ -252,140 +256,26 @@ def _kernel(
         row_semaphores_ref,
     )
 
-    def clear(data, columns, span, buffer, end):
-        """Zero what a tile holds from slot `end` on, of runs what is not whole: 0 * NaN is NaN."""
-        num_rows = columns.num_rows
-        slot = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0)
-        lane = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
-        slot = (slot + jax.lax.div(lane, columns.width) * num_rows) * span
-        # Of a dtype whose masks are as wide as the places.
-        wide = jnp.int32 if data.dtype == jnp.uint8 else jnp.float32
-
-        def clear_page(page, carry):
-            is_kept = slot + span <= end - page * page_size
-            for head in range(shape.num_kv_heads):
-                for row in range(0, columns.num_parts * num_rows, num_rows):
-                    entries = data[buffer, head, page, pl.ds(row, num_rows)]
-                    kept = jnp.where(is_kept, entries.astype(wide), jnp.zeros((), wide))
-                    data[buffer, head, page, pl.ds(row, num_rows)] = kept.astype(entries.dtype)
-            return carry
-
-        jax.lax.fori_loop(jax.lax.div(end, page_size), block_pages, clear_page, 0)
-
-    def clear_end(piece, tile, buffer):
-        """Zero what a dead slot would spoil: all of a weighted sum, or the slot that shares its row."""
-        end = pieces.ends[piece] - first_page(piece, tile) * page_size
-        for index, part in enumerate(shape.parts):
-            # Integers are never NaN, and scales of dead slots are dropped; those of runs share rows.
-            arrays, columns, length = [], part.columns, span if part.scaling == "slots" else 1
-            if part.runs is not None:
-                arrays, columns = [tiles[index].scale, tiles[index].zero], part.runs.columns
-            elif part.dtype != jnp.int8 and (index == shape.value or columns.share > 1):
-                arrays = [tiles[index].data]
-            for array in arrays:
-                pl.when(end < block)(functools.partial(clear, array, columns, length, buffer, end))
-
     def first_page(piece, tile):
         """Return the first page of a tile, of those of the stripe."""
         return pieces.begins[piece] + tile * block_pages
 
-    chunk_pages, chunk_tokens = sizes.chunk_pages, sizes.chunk_pages * page_size
-
-    def slots():
-        """Return the slots of a tile in the order of logits: of each chunk by their column in a page."""
-        place = jax.lax.broadcasted_iota(jnp.int32, (1, chunk_tokens // share), 1)
-        if shape.is_paired:
-            within = jax.lax.rem(place, column)
-            place += shape.row_of(within) - within
-        if share > 1:
-            place += jax.lax.div(place, column) * (page_size - column)
-        begins = range(0, block, chunk_tokens)
-        places = [place + begin + i * column for begin in begins for i in range(share)]
-        return jnp.concatenate(places, axis=1)
-
     def tokens():
         """Return how many tokens after the tile's first its slots are: of a stripe it has not all pages."""
-        slot = slots()
+        slot = tiles.slots()
         return slot + jax.lax.div(slot, page_size) * ((stride_ref[0] - 1) * page_size)
 
     def hide(member, buffer):
         """Have the tokens of a tile whose pages are none before all that is seen."""
 
         def hide_page(hole, token):
-            slot = slots() - places_ref[buffer, hole] * page_size
+            slot = tiles.slots() - places_ref[buffer, hole] * page_size
             return jnp.where((slot >= 0) & (slot < page_size), -HIDDEN, token)
 
         tokens_ref[member] = jax.lax.fori_loop(0, holes_ref[buffer], hide_page, tokens())
 
     def show_all(member):
         tokens_ref[member] = tokens()
-
-    def numbers(index, buffer, heads, chunk, dtype, starts=None):
-        """Return entries of a chunk as what is multiplied, in the order of logits, `[head, row, lane]`."""
-        part, loaded = shape.parts[index], []
-        begin, end = chunk * chunk_pages, (chunk + 1) * chunk_pages
-        for page in range(begin, end):
-            loaded.append(tiles[index].data[buffer, heads, pl.ds(page, 1)])
-            if starts is not None:
-                starts.reach(page + 1)
-        entries = jnp.concatenate(loaded, axis=1)
-        if part.entry == "int4":
-            halves = nibbles(entries, part, is_paired=shape.is_paired)
-            if part.scaling == "slots":
-                of_runs = (ref[buffer, heads, pl.ds(begin, chunk_pages)] for ref in tiles[index][1:])
-                halves = decoded(part, halves, *of_runs, is_paired=shape.is_paired, dtype=dtype)
-        else:
-            halves = [pltpu.bitcast(entries, _FP8[part.entry]) if part.entry in _FP8 else entries]
-        halves = [half.astype(dtype) for half in halves]
-        num_rows = part.columns.num_rows
-
-        def rows_of(half, first):
-            """Return what lies in rows [first, first + column) of every page."""
-            return half[:, :, first : first + column].reshape(half.shape[0], -1, LANES)
-
-        return jnp.concatenate(
-            [
-                jnp.concatenate([rows_of(half, first + i) for i in range(0, num_rows, column)], axis=1)
-                for half in halves
-                for first in range(0, part.rows, num_rows)
-            ],
-            axis=2,
-        )
-
-    def scales(index, buffer, chunk) -> tuple[list[Any], list[Any]]:
-        """Return scales and shifts of a chunk, of all heads in the order of logits, `[kv_head, 1, token]`.
-
-        One of each for each run of channels; elsewhere one scale, or None, and no shift.
-        """
-        part, rows_of_lanes = shape.parts[index], range(chunk_tokens // LANES)
-        match part.scaling:
-            case "channels":
-                assert spread is not None
-                pages = pl.ds(chunk * chunk_pages, chunk_pages)
-                scale, zero = (ref[buffer, :, pages] for ref in tiles[index][1:])
-                return scales_of_runs(scale, zero, spread, shape)
-            case "head":
-                return [jnp.concatenate([pools[index].scale[...] for _ in rows_of_lanes], axis=-1)], []
-            case "token":
-                lanes = [scale_lanes(tiles[index].scale, buffer, chunk, row) for row in rows_of_lanes]
-                return [jnp.concatenate(lanes, axis=-1)[:, None]], []
-            case _:
-                return [None], []
-
-    def scale_lanes(scale_ref, buffer, chunk, row_of_lanes):
-        """Return the scales of the slots of 128 logits of a chunk, `[kv_head, 128]`."""
-        lane = jax.lax.broadcasted_iota(jnp.int32, (shape.num_kv_heads, LANES), 1)
-        num_rows, joined = max(1, page_size // LANES), jnp.zeros((), jnp.float32)
-        for begin in range(0, LANES, column):
-            place, rest = divmod(row_of_lanes * LANES + begin, chunk_tokens // share)
-            page, slot = chunk * chunk_pages + rest // column, place * column + rest % column
-            row, first = divmod(slot, LANES)
-            rows = pl.ds(row, shape.num_kv_heads, stride=num_rows) if num_rows > 1 else slice(None)
-            taken = scale_ref[buffer, page, rows]
-            if begin != first:
-                taken = pltpu.roll(taken, (begin - first) % LANES, 1)
-            joined = taken if begin == 0 else jnp.where(lane < begin, joined, taken)
-        return joined
 
     batch, is_grouped = sizes.batch_heads, sizes.pieces_at_once > 1
 
@@ -435,8 +325,8 @@ def _kernel(
             """Return the logits of some heads by one pool."""
             part = shape.parts[index_of_part]
             query = jax.tree.map(lambda ref: ref[index, heads], query_refs[index_of_part])
-            entries = numbers(index_of_part, buffer, heads, chunk, sizes.operand_dtype(part))
-            factors = scales(index_of_part, buffer, chunk)
+            entries = tiles.numbers(index_of_part, buffer, heads, chunk, sizes.operand_dtype(part))
+            factors = tiles.scales(index_of_part, buffer, chunk)
             return logits_of(part, query, entries, *jax.tree.map(lambda factor: factor[own], factors))
 
         def take_own(heads):
@@ -458,7 +348,7 @@ def _kernel(
             is_live = past < pieces.lens[piece] * shape.group
             if options.window is not None:
                 is_live &= past + options.window * shape.group > 0
-            factors = scales(shape.value, buffer, chunk)
+            factors = tiles.scales(shape.value, buffer, chunk)
             return jax.tree.map(lambda factor: jnp.where(is_live, factor, 0.0)[own], factors)
 
         def take_heads(first):
@@ -480,7 +370,9 @@ def _kernel(
                     factors, shifts = value_factors(chunk, own)
                     scaled = [of_chunk if factor is None else of_chunk * factor for factor in factors]
                     shifts = [jnp.sum(of_chunk * shift, axis=-1, keepdims=True) for shift in shifts]
-                    values = numbers(shape.value, buffer, heads, chunk, shape.operand_dtype, starts)
+                    values = tiles.numbers(
+                        shape.value, buffer, heads, chunk, shape.operand_dtype, starts.reach
+                    )
                     sums.append(weighted_sum(shape.values, scaled, values, shifts))
                 if last is not None:
                     keep = jnp.exp2(last[0] - peak)
@@ -534,7 +426,8 @@ def _kernel(
         ats = [(*at, queue.take()) for at in ats]
         holed = [holes_ref[at[-1]] > 0 for at in ats]
         for at, has_holes in zip(ats, holed, strict=True):
-            clear_end(*at[2:])
+            _, _, piece, tile, buffer = at
+            tiles.clear_from(buffer, pieces.ends[piece] - first_page(piece, tile) * page_size)
             pl.when(has_holes)(functools.partial(hide, at[0], at[-1]))
         starts = queue.fetch(len(ats))
         walks = [attend(*pair) for pair in zip(ats, starts, strict=True)]

@@ -21,7 +21,7 @@ from jkv.cache.spec import CacheGroup, CacheSpec
 from kernels_pallas import paged_attention
 from kernels_pallas.paged_attention import PagedArguments, Tiling, pallas_tpu
 from kernels_pallas.paged_attention.shapes import SHAPES, Shape
-from kernels_pallas.tpu import logits, queue, runs, sizes, slot_runs, walk
+from kernels_pallas.tpu import logits, queue, runs, sizes, slot_runs, tiles, walk
 
 from ..compare import assert_close, relative_errors
 from ..poison import poison
@@ -310,7 +310,7 @@ def test_float32_pools_are_multiplied_as_they_are_and_what_has_no_page_is_not_se
         None,
         (runs, "+ MIDDLE * scale", "+ (MIDDLE + 0.1) * scale"),
         (runs, "spread.lanes[pattern]", "spread.lanes[0]"),
-        (walk, "arrays, columns = [tiles[index].scale, tiles[index].zero], part.runs.columns", "pass"),
+        (tiles, "arrays, columns = [stored.scale, stored.zero], part.runs.columns", "pass"),
     ],
 )
 def test_4_bit_values_of_a_row_without_one_of_its_pages_are_those_of_the_definition(fault, monkeypatch):
@@ -331,7 +331,7 @@ def test_4_bit_values_of_a_row_without_one_of_its_pages_are_those_of_the_definit
         ("int4_token", (logits, "* scale + sums[run] * shift", "* scale")),
         ("int4_token", (logits, "place * part.place_lanes + run * runs.span", "run * runs.span")),
         ("int4", (walk, "run_end - pieces.starts[piece] + 1", "run_end - pieces.starts[piece]")),
-        ("int4", (walk, "slot + span <= end", "slot < end")),
+        ("int4", (tiles, "slot + span <= end", "slot < end")),
         ("int4", (slot_runs, "own < end", "own <= end")),
         ("int4", (slot_runs, "(own == position)", "(own == position + 1)")),
         ("int4", (slot_runs, "place * columns.num_rows + row", "row")),
