@@ -1,12 +1,13 @@
-"""Checks the GPU kernels of attention on a Hopper GPU, then times them beside peers, in ten minutes at most.
+"""Checks the GPU kernels on a Hopper GPU, then times them beside peers, in ten minutes at most.
 
     PYTHONPATH=. python scripts/bench_gpu.py [--out gpu.jsonl] [--only heads_32_64_8192] [--interpret]
 
 First every shape of `kernels_pallas.paged_attention.shapes` and of `scripts.gpu_checks` that a kernel takes
 is compared with its float32 definition, in every codec; a wrong kernel ends the run, and a codec of heads or
 latents of which no check has ended is not timed. `--only` asks for what has it in its name, and for the
-checks of the heads and codecs that it times. Then a copy's bandwidth
-and a large product's rate are measured. Then decode steps of Llama 3's and DeepSeek-V3's heads are timed,
+checks of the heads and codecs that it times. Page writes are compared with those that XLA makes, and timed
+beside them; `--only page_write` asks for them alone. Then a copy's bandwidth and a large product's rate are
+measured. Then decode steps of Llama 3's and DeepSeek-V3's heads are timed,
 those of goals first. Each runner is a process of its own (`scripts.gpu_runners`), has its part of the
 time that is left, and may fail as it likes: what it did not run, and why, is in its lines. JSON lines go to
 `--out`; the table and the goals come last. A runner that has its kernels built is warmed up beside the
@@ -34,6 +35,8 @@ from scripts.gpu_cases import RUNNERS, Case, Runner, all_cases, goals, is_checke
 MODULE = ("-m", "scripts.gpu_runners")
 # Of the checks, so that some time is left for what is timed.
 CHECKS_S = 240
+# Of page writes.
+WRITES_S = 60
 # Of kernels that peers have built beside the checks, and for a while after them.
 BUILDS_S = 240
 # A runner that ends this often without a result is left alone.
@@ -220,10 +223,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     words = [options.only, *(["--interpret"] if options.interpret else [])]
-    limit = left() if options.interpret else min(CHECKS_S, left())
+
+    def limit(most: float) -> float:
+        return left() if options.interpret else min(most, left())
+
     asked = {name: case for name, case in all_cases().items() if options.only in name}
+    written = run([*MODULE, "FILE", "writes", *words], limit(WRITES_S))
+    for line in written.lines:
+        say(line)
+    if written.failure is not None:
+        say({"page writes": written.failure})
+    if not all(line["passed"] for line in written.lines):
+        sys.exit("the kernel of page writes is wrong: nothing is timed")
+    if written.lines and not asked:
+        return
     with built(() if options.interpret else RUNNERS, asked.values()) as wait_for_builds:
-        checked = run([*MODULE, "FILE", "checks", *words], limit)
+        checked = run([*MODULE, "FILE", "checks", *words], limit(CHECKS_S))
         for line in checked.lines:
             say(line)
         if checked.failure is not None:

@@ -1,6 +1,7 @@
 """Attends on the GPU that is here, by jkv's kernels and by peers; started by scripts/bench_gpu.py.
 
     python -m scripts.gpu_runners FILE checks [ONLY] [--interpret]
+    python -m scripts.gpu_runners FILE writes [ONLY] [--interpret]
     python -m scripts.gpu_runners FILE roofs
     python -m scripts.gpu_runners FILE time RUNNER CASE,CASE
 
@@ -31,6 +32,7 @@ from jkv.cache.codec import OF_VALUES
 from kernels_pallas import latent_attention
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Pages, reference, xla
+from scripts import gpu_writes
 from scripts.gpu_cases import HEAD_DIM, LATENT_DIM, NUM_KV_HEADS, ROPE_DIM, Case, all_cases
 from scripts.gpu_checks import encode, named_checks, worst_row
 
@@ -394,6 +396,10 @@ def lines_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what was asked for."""
     if options.what == "checks":
         yield from named_checks(options.words[0] if options.words else "", is_interpreted=options.interpret)
+    elif options.what == "writes":
+        yield from gpu_writes.lines(
+            options.words[0] if options.words else "", is_interpreted=options.interpret
+        )
     elif options.what == "roofs":
         yield roofs()
     else:
@@ -408,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path)
-    parser.add_argument("what", choices=["checks", "roofs", "time"])
+    parser.add_argument("what", choices=["checks", "writes", "roofs", "time"])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--interpret", action="store_true")
     options = parser.parse_args(argv)

@@ -5,8 +5,9 @@
 Needs the compilers of jkv[aot]. Compiles a layer's write of what a bfloat16 projection gives, 8 KV heads of
 128 and pages of 64 slots: keys are rotated by position, heads encoded, and `jkv.ops.append` scatters them.
 Counts the pool's arrays, the kernels that scatter into them, the threads of the largest, and all kernels.
-Then it compiles the same with encoded rows in arrays of their own, as a kernel that is no part of XLA would
-be given them, and counts one kernel for all scatters. A pool that is not written in place is an error.
+Then it compiles the same with encoded rows in arrays of their own, as a kernel that encodes nothing would be
+given them, and counts one kernel for all scatters; and with `page_write.pallas_gpu`, which encodes, where it
+takes the codec. A pool that is not written in place is an error.
 """
 
 import argparse
@@ -28,18 +29,34 @@ from jkv.layers.rope import Rotation, rotate
 from jkv.targets import shapes_on, target
 from kernels_pallas import page_write
 from scripts.compilers import check_compilers
-from scripts.gpu_launches import Launch, compile_and_list
+from scripts.gpu_launches import OF_PALLAS, Launch, compile_and_list
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, PAGE_SIZE = 2, 8, 128, 64
 # Sequences, and new tokens of each.
 CALLS = {"64 decodes": (64, 1), "chunk of 512": (1, 512)}
 PAGES_PER_SEQ = 32
-COLUMNS = ["codec", "call", "arrays", "that scatter", "threads at most", "kernels", "of rows that are there"]
+COLUMNS = [
+    "codec",
+    "call",
+    "arrays",
+    "that scatter",
+    "threads at most",
+    "kernels",
+    "of rows that are there",
+    "with the one that encodes",
+]
 
 
-def write(cache: Cache, batch: TokenBatch, layer: Any, rotation: Rotation, heads: jax.Array) -> Cache:
+def write(
+    implementation: ops.Implementation,
+    cache: Cache,
+    batch: TokenBatch,
+    layer: Any,
+    rotation: Rotation,
+    heads: jax.Array,
+) -> Cache:
     key, value = jnp.split(heads, 2, axis=2)
-    return ops.append(cache, (0, layer), batch, rotate(key, *rotation), value)
+    return ops.append(cache, (0, layer), batch, rotate(key, *rotation), value, implementation=implementation)
 
 
 @contextlib.contextmanager
@@ -70,10 +87,10 @@ def make_arguments(codec: str, num_seqs: int, time: int) -> list[Any]:
     return [begun, batch, jax.ShapeDtypeStruct((), jnp.int32), (angles, angles), heads]
 
 
-def kernels_of(mesh: Mesh, arguments: list[Any]) -> list[Launch]:
+def kernels_of(mesh: Mesh, arguments: list[Any], implementation: ops.Implementation = "xla") -> list[Launch]:
     """Compile a write for an H200 and return its kernels."""
     # Traced anew, whatever scatters.
-    jitted = jax.jit(lambda *given: write(*given), donate_argnums=0)
+    jitted = jax.jit(lambda *given: write(implementation, *given), donate_argnums=0)
     program, kernels = compile_and_list(jitted.lower(*shapes_on(mesh, arguments)))
     memory: Any = program.memory_analysis()
     pools = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[0].pools))
@@ -99,7 +116,9 @@ def main() -> None:
             scatters = [threads for name, threads in kernels if "scatter" in name]
             pool = arguments[0].pools[0]
             arrays = jax.tree.leaves((pool.keys, pool.values, pool.recent))
-            cells = [codec, call, len(arrays), len(scatters), max(scatters), len(kernels), len(others) + 1]
+            encoding = [name for name, _ in kernels_of(mesh, arguments, "pallas_gpu")]
+            counts = len(arrays), len(scatters), max(scatters), len(kernels), len(others) + 1
+            cells = [codec, call, *counts, len(encoding) if OF_PALLAS in encoding else "-"]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 

@@ -21,11 +21,13 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from jkv.cache.codec import CODECS, Codec, find_codecs
+from jkv.cache.encoding import hadamard
 from jkv.cache.runs import num_runs
 from jkv.targets import shapes_on
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.latent_attention import pallas_gpu as latent_gpu
 from kernels_pallas.latent_attention.shapes import Shape as LatentShape
+from kernels_pallas.page_write import pallas_gpu as page_write_gpu
 from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe, pallas_gpu
 from kernels_pallas.paged_attention.shapes import Shape
 
@@ -193,6 +195,38 @@ def compile_latent(
 
     call = functools.partial(latent_gpu.latent_attention, num_pages=num_pages, **options)
     return _compile(call, jax.eval_shape(make), mesh, folder)
+
+
+def make_write(
+    codec: str, sizes: tuple[int, int, int], tokens: tuple[int, int]
+) -> tuple[tuple[Pages, Pages], tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """Return what is written into pools of page ids above 65,536 and 2^31 entries or more, to be traced.
+
+    Args:
+        codec: of keys and values.
+        sizes: KV heads, their entries, and slots of a page.
+        tokens: sequences, and new tokens of each.
+    """
+    num_heads, head_dim, page_size = sizes
+    of_page = num_heads * page_size * head_dim
+    of_pool = {"num_pages": max(2**16, 2**31 // of_page) + 1, "num_kv_heads": num_heads}
+    pages = _pages(CODECS[codec], of_pool, {"page_size": page_size, "head_dim": head_dim})
+    heads = jnp.zeros((*tokens, num_heads, head_dim), jnp.bfloat16)
+    return (pages, pages), (heads, heads), jnp.zeros(tokens, jnp.int32), jnp.int32(0)
+
+
+def write(pools: Any, heads: Any, slots: jax.Array, page_offset: jax.Array) -> Any:
+    """Write heads, rotated as the codecs of caches do, by the GPU kernel."""
+    rotations = (hadamard(heads[0].shape[-1]),) * 2
+    return page_write_gpu.write_heads(pools, heads, rotations, slots, page_offset=page_offset)
+
+
+def compile_write(
+    mesh: Mesh, codec: str, sizes: tuple[int, int, int], tokens: tuple[int, int], folder: Path
+) -> dict[str, Report]:
+    """Compile a write, as `make_write` has it, and return a report for its kernel."""
+    arguments = jax.eval_shape(functools.partial(make_write, codec, sizes, tokens))
+    return _compile(lambda given: write(*given), arguments, mesh, folder)
 
 
 def _codecs_of(name: str) -> tuple[Codec | None, Codec | None]:

@@ -14,6 +14,8 @@ from jkv.cache.cache import Cache
 from jkv.cache.spec import CacheGroup, CacheSpec
 from jkv.ops import choice
 from jkv.ops.checks import check_options, check_own, find_group
+from jkv.ops.pools import stored_pages
+from kernels_pallas import page_write
 from kernels_pallas.latent_attention import LatentArguments
 from kernels_pallas.paged_attention import PagedArguments, Pages, Stripe
 
@@ -251,6 +253,31 @@ def test_auto_chooses_a_gpus_kernel_where_it_takes_the_call_and_says_so(
     with caplog.at_level("INFO", "jkv.ops"):
         assert ops.choose("auto", call) == chosen
     assert re.search(said, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "reason"),
+    [
+        ("int8", "bfloat16", None),
+        ("int8", "float32", "heads in bfloat16, got float32"),
+        ("int4", "bfloat16", "int8 and fp8 with scales of tokens, got entries of int4 in uint8 with scales"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["auto", "pallas_gpu"])
+def test_a_gpus_kernel_encodes_what_it_takes_and_the_scatter_the_rest(
+    implementation: ops.Implementation, codec: str, dtype: str, reason: str | None, caplog
+):
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    writer = choice.choose_writer(implementation, device)
+    group = CacheGroup(1, 2, 64, codec)
+    cache = Cache.dense(CacheSpec.create([group], page_size=16), num_sequences=1, capacity=16)
+    pages, heads = stored_pages(cache.spec, cache.pools[0], 0, 0), (jnp.zeros((1, 1, 2, 64), dtype),) * 2
+    with caplog.at_level("INFO", "jkv.ops"):
+        found = writer.encoding(pages, heads)
+    assert writer.rows is page_write.xla
+    assert (found is None) == (reason is not None)
+    assert (reason or "") in caplog.text
+    assert (f"page write: {implementation} -> xla" in caplog.text) == (reason is not None)
 
 
 @pytest.mark.parametrize(

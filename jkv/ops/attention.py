@@ -112,7 +112,7 @@ def attend(
         pieces = batch.pieces((tiling or Tiling()).query_tokens)
         recent = recent_keys(pool, key, batch, pieces, layer)
         if key is not None:
-            pool = write(cache.spec, pool, key, value, batch, (group, layer), writer)
+            pool = write(cache.spec, pool, (key, value), batch, (group, layer), writer)
             pool = write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
         arguments = PagedArguments(
             pieces.cut(turned(spec.codecs[0], query)),
@@ -201,7 +201,8 @@ def attend_latent(
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
         query, rope_query, latent, rope, up = heads
         pieces = batch.pieces((tiling or Tiling()).query_tokens)
-        pool = write(cache.spec, pool, latent[:, :, None], rope[:, :, None], batch, (group, layer), writer)
+        heads_of_latents = latent[:, :, None], rope[:, :, None]
+        pool = write(cache.spec, pool, heads_of_latents, batch, (group, layer), writer)
         arguments = LatentArguments(
             pieces.cut(query if up else turned(spec.codecs[0], query)),
             pieces.cut(turned(spec.codecs[1], rope_query)),
@@ -238,6 +239,7 @@ def append(
     key: Float[Array, "row time kv_head head_dim"],
     value: Float[Array, "row time kv_head value_dim"],
     *,
+    implementation: Implementation = "auto",
     sharding: Sharding | None = None,
 ) -> Cache:
     """Write the step's keys and values as `attend` does, and attend to nothing.
@@ -250,14 +252,13 @@ def append(
     check_step(cache, batch, sharding, key, value)
     spec = find_group(cache, where)
     check_heads(spec, key, value)
-    writer = choose_writer("auto", sharding and sharding.device)
+    writer = choose_writer(implementation, _device_of(implementation, sharding, key, cache))
 
     def local(heads: Any, pool: Pool, batch: TokenBatch, layer: Any, stripe: Stripe | None):
-        key, value = heads
         pieces = batch.pieces(Tiling().query_tokens)
-        recent = recent_keys(pool, key, batch, pieces, layer)
-        pool = write(cache.spec, pool, key, value, batch, (where[0], layer), writer)
-        return None, None, write_runs(pool, key, recent, batch, pieces, layer, cache.spec.page_size)
+        recent = recent_keys(pool, heads[0], batch, pieces, layer)
+        pool = write(cache.spec, pool, heads, batch, (where[0], layer), writer)
+        return None, None, write_runs(pool, heads[0], recent, batch, pieces, layer, cache.spec.page_size)
 
     heads = ("seq", None, spec.head_axis, None)
     _, _, written = run(local, (key, value), (heads, heads), cache, where, batch, sharding)

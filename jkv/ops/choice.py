@@ -6,7 +6,7 @@ Knows kernels and their refusals; no cache.
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax._src import config as jax_config  # whether Pallas interprets is private
@@ -14,7 +14,7 @@ from jax._src import config as jax_config  # whether Pallas interprets is privat
 from jkv.cache.codec import PoolLayout
 from kernels_pallas import page_write
 from kernels_pallas.latent_attention import LatentArguments
-from kernels_pallas.paged_attention import PagedArguments, Tiling
+from kernels_pallas.paged_attention import PagedArguments, Pages, Tiling
 
 Chosen = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 Implementation = Literal["auto", Chosen]
@@ -94,19 +94,33 @@ def check_layout(
         )
 
 
-def choose_writer(implementation: Implementation, device: Any = None) -> Callable[..., Any]:
-    """Return the page write beside an implementation of attention, to be called as `page_write.xla`.
+class Writer(NamedTuple):
+    """What writes a step's heads.
 
-    TPUs have a kernel; on GPUs the scatter is one, which XLA makes with what it writes. What a kernel refuses
-    `auto` leaves to `xla`, and logs why.
+    Attributes:
+        rows: writes what is encoded into an array, to be called as `page_write.xla`.
+        encoding: returns what encodes heads and writes them into pools at once, to be called as
+            `page_write.pallas_gpu.write_heads`; None where nothing does.
+    """
+
+    rows: Callable[..., Any]
+    encoding: Callable[[tuple[Pages, ...], tuple[Any, ...]], Callable[..., Any] | None]
+
+
+def choose_writer(implementation: Implementation, device: Any = None) -> Writer:
+    """Return the page writes beside an implementation of attention.
+
+    TPUs have a kernel that writes rows. GPUs have one that encodes, too; what it refuses goes to the scatter,
+    which XLA makes with what it writes. What a kernel refuses is logged; one for TPUs that is named raises.
 
     Args:
         implementation: of attention.
         device: see `choose`.
     """
-    if choose(implementation, device=device) != "pallas_tpu":
-        return page_write.xla
-    kernel = importlib.import_module("kernels_pallas.page_write.pallas_tpu")
+    chosen = choose(implementation, device=device)
+    if chosen not in _DEVICES:
+        return Writer(page_write.xla, lambda pools, heads: None)
+    kernel = importlib.import_module(f"kernels_pallas.page_write.{chosen}")
 
     def write(pool: Any, rows: Any, slots: Any, **place: Any) -> Any:
         reason = kernel.refusal(pool, rows) if implementation == "auto" else None
@@ -115,7 +129,15 @@ def choose_writer(implementation: Implementation, device: Any = None) -> Callabl
         _LOGGER.info("page write: auto -> xla: %s", reason)
         return page_write.xla(pool, rows, slots, **place)
 
-    return write
+    def encoding(pools: tuple[Pages, ...], heads: tuple[Any, ...]) -> Callable[..., Any] | None:
+        if (reason := kernel.refusal(pools, heads)) is None:
+            return kernel.write_heads
+        _LOGGER.info("page write: %s -> xla: %s", implementation, reason)
+        return None
+
+    if chosen == "pallas_tpu":
+        return Writer(write, lambda pools, heads: None)
+    return Writer(page_write.xla, encoding)
 
 
 def module_of(name: Chosen, arguments: PagedArguments | LatentArguments) -> Any:

@@ -3,7 +3,6 @@
 Knows codecs and runs of slots; attends to nothing.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +12,10 @@ from jaxtyping import Array, Int
 from jkv.cache.batch import Pieces, TokenBatch
 from jkv.cache.cache import Cache, Pool
 from jkv.cache.codec import Codec
-from jkv.cache.encoding import Stored, encode, rotate
+from jkv.cache.encoding import Stored, encode, hadamard, rotate
 from jkv.cache.runs import keys_as_given, recent_slots, rounded, whole_runs
 from jkv.cache.spec import CacheSpec
+from jkv.ops.choice import Writer
 from kernels_pallas import page_write
 from kernels_pallas.paged_attention import Pages, PageSizes
 from kernels_pallas.slots import as_matrices, slots_of
@@ -45,29 +45,45 @@ def read_pages(cache: Cache, group: int, which: int, pages: Int[Array, "seq page
 def write(
     spec: CacheSpec,
     pool: Pool,
-    key: Any,
-    value: Any,
+    heads: tuple[Any, Any],
     batch: TokenBatch,
     where: tuple[int, Any],
-    writer: Callable[..., Any],
+    writer: Writer,
 ) -> Pool:
-    """Encode a step's heads, but keys that are encoded in runs, and write them into a layer's slots."""
+    """Encode a step's heads, but keys that are encoded in runs, and write them into a layer's slots.
+
+    Args:
+        spec: of the cache.
+        pool: of the group.
+        heads: keys and values.
+        batch: the step.
+        where: the group and the layer.
+        writer: see `choose_writer`.
+    """
     group, layer = where
     codecs, slots = spec.groups[group].codecs, batch.slots[group]
-    place = {"page_offset": layer * pool.num_pages, "page_size": spec.page_size}
+    page_offset, pages = layer * pool.num_pages, stored_pages(spec, pool, group, layer)
+    is_rotated = all(codec.is_rotated for codec in codecs)
+    if is_rotated and (write_heads := writer.encoding(pages, heads)) is not None:
+        rotations = tuple(map(hadamard, spec.groups[group].dims))
+        written = write_heads(pages, heads, rotations, slots, page_offset=page_offset)
+        keys, values = (Stored(data=data, scale=scale) for data, scale in written)
+        return pool.replace(keys=keys, values=values)
 
     def write(stored: Stored, codec: Codec, heads: Any, scales: Any) -> Stored:
         if codec.scaling == "slots":
             return stored
         return jax.tree.map(
-            lambda array, rows: writer(array, rows, slots, **place),
+            lambda array, rows: writer.rows(
+                array, rows, slots, page_offset=page_offset, page_size=spec.page_size
+            ),
             stored,
             encode(codec, heads, _of_layer(scales, layer)),
         )
 
     return pool.replace(
-        keys=write(pool.keys, codecs[0], key, pool.key_scale),
-        values=write(pool.values, codecs[1], value, pool.value_scale),
+        keys=write(pool.keys, codecs[0], heads[0], pool.key_scale),
+        values=write(pool.values, codecs[1], heads[1], pool.value_scale),
     )
 
 

@@ -19,7 +19,7 @@ RUN_CHANNELS, _RUN_SLOTS = 32, (16, 32)
 # they are multiplied with, nor what comes of it, may leave the range of a bfloat16.
 _UNIT = 2.0**-64
 # Bits of fp8 numbers, and what the numbers are.
-_FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 class Form(NamedTuple):
@@ -98,8 +98,8 @@ class Form(NamedTuple):
 
     def converted(self, entries: jax.Array) -> jax.Array:
         """Return stored entries as numbers that tensor cores take."""
-        if self.entry in _FP8:
-            entries = lax.bitcast_convert_type(entries, _FP8[self.entry])
+        if self.entry in FP8:
+            entries = lax.bitcast_convert_type(entries, FP8[self.entry])
         return entries.astype(self.dtype)
 
 
@@ -111,13 +111,13 @@ def form_of(pages: Pages) -> Form | None:
         return _form_of_int4(pages)
     if is_float and pages.scale is None:
         return Form(pages.entry, stored, stored, "none")
-    is_narrow = pages.entry in _FP8 or (pages.entry == "number" and stored == jnp.int8)
+    is_narrow = pages.entry in FP8 or (pages.entry == "number" and stored == jnp.int8)
     if not is_narrow or pages.scale is None or pages.zero is not None:
         return None
     if pages.scale.shape not in (pages.data.shape[:3], pages.data.shape[1:2]):
         return None
     # To which Hopper converts fast.
-    dtype = float16 if pages.entry in _FP8 else bfloat16
+    dtype = float16 if pages.entry in FP8 else bfloat16
     return Form(pages.entry, stored, dtype, "head" if pages.scale.ndim == 1 else "token")
 
 

@@ -10,6 +10,7 @@ import pytest
 from jkv import ops
 from jkv.cache.batch import TokenBatch
 from jkv.cache.cache import Cache
+from jkv.cache.encoding import to_bfloat16
 from jkv.cache.spec import CacheGroup, CacheSpec
 from kernels_pallas.paged_attention import Tiling, pallas_gpu, pallas_gpu_prefill
 
@@ -37,9 +38,8 @@ NUM_HEADS = 4
 
 
 def random(key: jax.Array, *shapes: tuple[int, ...]) -> list[jax.Array]:
-    return [
-        jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)
-    ]
+    drawn = (jax.random.normal(jax.random.fold_in(key, i), shape) for i, shape in enumerate(shapes))
+    return [to_bfloat16(each).astype(jnp.bfloat16) for each in drawn]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,8 +84,11 @@ def compare_steps(name: str) -> None:
             outs.append(out)
         return outs
 
-    # Long steps of heads are one kernel, all else two: what attends, and what merges.
+    # Long steps of heads are one kernel, all else two: what attends, and what merges. Each step is written by
+    # one where that encodes it.
     num_kernels = 4 if group.kind == "latent" else 3
+    if group.kind == "gqa" and all(codec.scaling == "token" for codec in group.codecs):
+        num_kernels += 2
     call = functools.partial(run_steps, implementation="pallas_gpu", tiling=TILING)
     found = interpret(call, num_kernels=num_kernels)
     expected = run_steps(implementation="reference")

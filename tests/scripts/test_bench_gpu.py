@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.page_write import pallas_gpu as page_write_gpu
 from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.paged_attention.shapes import Shape
-from scripts import bench_gpu, gpu_checks, gpu_runners
+from scripts import bench_gpu, gpu_checks, gpu_runners, gpu_writes
 from scripts.gpu_cases import (
     BATCHES,
     CODECS,
@@ -32,6 +34,8 @@ from scripts.gpu_cases import (
     with_rates,
 )
 from scripts.gpu_checks import CHECKED, CHECKED_LATENTS, Check
+
+from ..kernels_pallas.faults import put_fault
 
 LONG, SHORT = Case("heads_32", 64, 8192, 64, "bf16"), Case("heads_32", 1, 1024, 64, "bf16")
 LATENTS = Case("latent_128", 64, 8192, 64, "bf16")
@@ -354,10 +358,16 @@ def test_processes_that_share_the_checks_give_their_lines(monkeypatch):
     assert list(gpu_checks.named_checks("", is_interpreted=False)) == [2, 1, 2]
 
 
-def run_bench(monkeypatch, capsys, checked: bench_gpu.Ended, only: str, *words: str) -> list[dict[str, Any]]:
+def run_bench(
+    monkeypatch, capsys, checked: bench_gpu.Ended, only: str, *words: str, written: Sequence[dict] = ()
+) -> list[dict[str, Any]]:
     """Run the benchmark on what its processes would have said; return the lines that it prints."""
-    roofs = bench_gpu.Ended([ROOFS], None, is_late=False)
-    monkeypatch.setattr(bench_gpu, "run", lambda words, _: checked if "checks" in words else roofs)
+    ended = {
+        "writes": bench_gpu.Ended(written, None, is_late=False),
+        "checks": checked,
+        "roofs": bench_gpu.Ended([ROOFS], None, is_late=False),
+    }
+    monkeypatch.setattr(bench_gpu, "run", lambda words, _: ended[words[3]])
     monkeypatch.setattr(bench_gpu, "RUNNERS", [PEER])
     monkeypatch.setattr(bench_gpu, "time_all", lambda _, cases, __: [{"timed": name} for name in cases])
     bench_gpu.main(["--only", only, *words])
@@ -396,6 +406,37 @@ def test_the_interpreter_s_checks_are_not_looked_for_among_others(monkeypatch, c
     nothing = bench_gpu.Ended([], None, is_late=False)
     with pytest.raises(SystemExit, match=r"--interpret takes shapes.py alone, where no name has 'latent_128"):
         run_bench(monkeypatch, capsys, nothing, "latent_128_heads", "--interpret")
+
+
+def test_page_writes_alone_ask_for_no_checks_of_attention(monkeypatch, capsys):
+    nothing, line = bench_gpu.Ended([], None, is_late=False), {"page_write": "64_decodes", "passed": True}
+    assert run_bench(monkeypatch, capsys, nothing, "page_write", written=[line]) == [line]
+
+
+def test_nothing_is_timed_where_a_page_write_is_wrong(monkeypatch, capsys):
+    checked = bench_gpu.Ended([{"check": "window", "codec": "bf16", "passed": True}], None, is_late=False)
+    with pytest.raises(SystemExit, match="the kernel of page writes is wrong: nothing is timed"):
+        run_bench(monkeypatch, capsys, checked, "", written=[{"passed": True}, {"passed": False}])
+
+
+def test_page_writes_are_compared(monkeypatch):
+    """Interpreted; those of another layer are others."""
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        found = list(gpu_writes.lines("page_write_64_decodes_int8", is_interpreted=True))
+        assert found == [
+            {"page_write": "64_decodes", "codec": "int8", "others": 0, "scale_error": 0, "passed": True}
+        ]
+        put_fault((page_write_gpu, "page += offset_ref[0]", "page += 0"), monkeypatch)
+        line = gpu_writes.compare("fp8_e4m3", (2, 1))
+    assert not line["passed"]
+    assert line["others"] > 0
+    assert line["scale_error"] > 0
+
+
+def test_page_writes_are_timed(monkeypatch):
+    monkeypatch.setattr(gpu_writes, "CALLS", 2)
+    monkeypatch.setattr(gpu_writes, "NUM_LAYERS", 2)
+    assert gpu_writes.microseconds("int8", (2, 1), "xla") > 0
 
 
 def test_without_a_gpu_nothing_is_timed(tmp_path):
