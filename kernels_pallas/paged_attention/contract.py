@@ -25,7 +25,7 @@ class Tiling:
         block_tokens: keys and values that one step of the online softmax takes, rounded to whole pages.
         query_tokens: queries of one sequence that a ragged step is cut into, at most.
         num_buffers: blocks that a TPU's kernel keeps at once, in use or on their way, at least; where it
-            attends to several pieces at once, it keeps two for each.
+            attends to several pieces at once, it keeps three for each.
         split_tokens: keys and values that a GPU's kernel sums by themselves, at least; a table has at most
             128 such splits.
         num_programs: programs that share a GPU's work, of steps of up to 16 tokens of heads; an H200 has room

@@ -16,7 +16,7 @@ _UNPADDED = ((0, 0),) * 3
 
 
 class Pieces(NamedTuple):
-    """The pieces of a step and one past them, int32 `[piece + 1]` each, or their refs.
+    """The pieces of a step, int32 each, or their refs; past them as many of nothing as share a tile.
 
     Attributes:
         starts: tokens before a piece's.
@@ -63,8 +63,8 @@ def pieces_of(
     is_seen = (piece_lens > 0) & (firsts < piece_ends) & (begins <= last)
     begins, ends = jnp.where(is_seen, begins, 0), jnp.where(is_seen, ends, 0)
     holed = jnp.repeat(_has_holes(table, begins, last, is_seen, sizes), sizes.pieces_per_seq)
-    padding = (0, sizes.num_pieces + 1 - piece_lens.shape[0])
-    index = jnp.arange(sizes.num_pieces + 1, dtype=jnp.int32)
+    padding = (0, sizes.num_pieces + sizes.pieces_at_once - piece_lens.shape[0])
+    index = jnp.arange(sizes.num_pieces + sizes.pieces_at_once, dtype=jnp.int32)
     has_tiles = index < sizes.num_pieces if sizes.pieces_at_once > 1 else jnp.pad(is_seen, padding)
     following = jnp.where(has_tiles, index, sizes.num_pieces)
     given = (piece_starts, piece_lens, firsts, begins, ends)

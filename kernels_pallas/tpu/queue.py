@@ -1,15 +1,16 @@
 """The queue of tiles: the copies that bring them from the pools in HBM, for all pieces in their order.
 
 While one tile is attended to, the next `num_buffers - 1` are on their way, the first tiles of the next pieces
-among them, so that short sequences do not wait for one another. Of a tile only the pages that a query sees
-are fetched, in one copy of all heads for each pool. Of the page table the part that names them is in SMEM,
-and the next on its way. Pages are counted in their stripe. Knows no query and no number that is stored.
+among them, so that short sequences do not wait for one another. A tile is of one piece, or of as many as are
+attended to at once. Of a tile only the pages that a query sees are fetched, in one copy of all heads for each
+pool. Of the page table the part that names them is in SMEM, and the next on its way. Pages are counted in
+their stripe. Knows no query and no number that is stored.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,20 @@ class Starts:
         return last
 
 
+class _Row(NamedTuple):
+    """Where the table names the pages of a piece in a tile.
+
+    Attributes:
+        base: of its row, in SMEM.
+        begin: its first page there.
+        end: of its pages.
+    """
+
+    base: Any
+    begin: Any
+    end: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Queue:
     """The queue, inside a kernel.
@@ -65,7 +80,7 @@ class Queue:
         offset: int32 `[1]` in SMEM.
         table: int32 `[part, seq * max_pages]` in HBM.
         pools: in HBM.
-        tiles: entries `[buffer, kv_head, page, row, 128]` and scales `[buffer, page, kv_head * row, 128]` of
+        tiles: entries `[buffer, page, kv_head, row, 128]` and scales `[buffer, page, kv_head * row, 128]` of
             each pool, in VMEM; scales and zero points of runs as entries.
         rows: int32 `[slot * seq * max_pages]` in SMEM, as the next four: parts of the table.
         cursor: int32 `[6]`.
@@ -96,7 +111,7 @@ class Queue:
         return _divided(self.pieces.ends[piece] + page_size - 1, page_size)
 
     def pages_of(self, piece: Any, tile: Any) -> tuple[Any, Any]:
-        """Return the pages of a tile that a piece sees."""
+        """Return the pages that a piece sees of a tile."""
         begin = self.pieces.begins[piece] + tile * self.sizes.block_pages
         return begin, jnp.minimum(self.end_page(piece), begin + self.sizes.block_pages)
 
@@ -120,31 +135,44 @@ class Queue:
         self._take_rows(part)
 
         def fetch(_, carry):
-            ((has_holes, leave_out),) = (starts.end() for starts in self.fetch(1))
+            has_holes, leave_out = self.fetch().end()
             pl.when(has_holes)(leave_out)
             return carry
 
         jax.lax.fori_loop(0, self.sizes.num_buffers - 1, fetch, 0)
 
-    def fetch(self, count: int) -> list[Starts]:
-        """Return the copies of the tiles from the cursor on, of nothing past the last, and move it on.
-
-        Those of the second go to the buffer of the first that is in use, and so on.
-        """
+    def fetch(self) -> Starts:
+        """Return the copies of the tile at the cursor, of nothing past the last, and move it on."""
         piece, tile, buffer = [self.cursor[i] for i in (_PIECE, _TILE, _FILL)]
-        starts = []
-        for _ in range(count):
-            starts.append(Starts(self._steps(piece, tile, buffer)))
-            is_last = tile + 1 >= self.num_tiles(piece)
-            following = self.pieces.following[jnp.minimum(piece + 1, self.sizes.num_pieces)]
-            piece, tile = jnp.where(is_last, following, piece), jnp.where(is_last, 0, tile + 1)
-            buffer = self._next(buffer)
-        self.cursor[_PIECE], self.cursor[_TILE], self.cursor[_FILL] = piece, tile, buffer
-        return starts
+        is_last = tile + 1 >= self.num_tiles(piece)
+        end = jnp.minimum(piece + self.sizes.pieces_at_once, self.sizes.num_pieces)
+        self.cursor[_PIECE] = jnp.where(is_last, self.pieces.following[end], piece)
+        self.cursor[_TILE] = jnp.where(is_last, 0, tile + 1)
+        self.cursor[_FILL] = self._next(buffer)
+        return Starts(self._steps(piece, tile, buffer))
 
     def _steps(self, piece: Any, tile: Any, buffer: Any) -> Iterator[Any]:
         """Begin the copies of a page with each step, without a branch: see `Starts`."""
-        sizes, max_pages = self.sizes, self.sizes.shape.max_pages
+        num_copies, holed = jnp.int32(0), []
+        for member in range(self.sizes.pieces_at_once):
+            row = self._row_of(piece + member, tile)
+            yield from self._steps_of_piece(row, buffer, member * self.sizes.block_pages)
+            num_copies += row.end - row.begin
+            has_holes = self.pieces.holed[piece + member] != 0
+            holed.append((has_holes, functools.partial(self._leave_out_holes, row, buffer, member)))
+        self.holes[buffer] = 0
+        self.copies[buffer] = num_copies
+
+        def leave_out():
+            for has_holes, leave_out_holes in holed:
+                pl.when(has_holes)(leave_out_holes)
+            self.copies[buffer] = num_copies - self.holes[buffer]
+
+        yield functools.reduce(jnp.logical_or, [has_holes for has_holes, _ in holed]), leave_out
+
+    def _row_of(self, piece: Any, tile: Any) -> _Row:
+        """Return where the pages of a piece in a tile are named."""
+        sizes = self.sizes
         # Past the last piece its row is read, of which nothing is seen.
         own = jnp.minimum(piece, sizes.shape.num_seqs * sizes.pieces_per_seq - 1)
         part = self._part_of(own)
@@ -152,40 +180,40 @@ class Queue:
             is_next = (piece < sizes.num_pieces) & (part != self.cursor[_PART])
             pl.when(is_next)(lambda: self._take_rows(part))
         row = _divided(own, sizes.pieces_per_seq) - part * sizes.part_seqs
-        base = self.cursor[_SLOT] * sizes.part_pages + row * max_pages
-        begin, end = self.pages_of(piece, tile)
-        first = (begin - _divided(begin, max_pages) * max_pages).astype(jnp.uint32)
-        has_holes = self.pieces.holed[piece] != 0
-        for place in range(sizes.block_pages):
+        base = self.cursor[_SLOT] * sizes.part_pages + row * sizes.shape.max_pages
+        return _Row(base, *self.pages_of(piece, tile))
+
+    def _steps_of_piece(self, row: _Row, buffer: Any, first_place: int) -> Iterator[None]:
+        """Begin the copies of a piece's pages, those of a page with each step."""
+        sizes, max_pages = self.sizes, self.sizes.shape.max_pages
+        first = (row.begin - _divided(row.begin, max_pages) * max_pages).astype(jnp.uint32)
+        for page in range(sizes.block_pages):
             # A row that ends begins anew: without sign, what would be negative is the larger of the two.
-            column = first + place % max_pages
-            index = self.rows[base + jnp.minimum(column, column - max_pages).astype(jnp.int32)]
-            is_page = (place < end - begin) & _is_below(index, sizes.num_pages)
-            for array, tile_ref, semaphore in self._pairs(buffer, place):
+            column = first + page % max_pages
+            index = self.rows[row.base + jnp.minimum(column, column - max_pages).astype(jnp.int32)]
+            is_page = (page < row.end - row.begin) & _is_below(index, sizes.num_pages)
+            for array, tile_ref, semaphore in self._pairs(buffer, first_place + page):
                 pages = array.at[pl.ds(self.offset[0], sizes.num_pages)]
                 pl.when(is_page)(pltpu.make_async_copy(pages.at[index], tile_ref, semaphore).start)
             yield
 
-        self.holes[buffer] = 0
-        self.copies[buffer] = end - begin
+    def _leave_out_holes(self, row: _Row, buffer: Any, member: int) -> None:
+        """Look for a piece's pages that are none, and leave them out."""
 
-        def leave_out():
-            def look(place, carry):
-                index = self.rows[base + jax.lax.rem(place, max_pages)]
-                is_hole = ~_is_below(index, sizes.num_pages)
-                pl.when(is_hole)(functools.partial(self._leave_out, buffer, place - begin))
-                return carry
+        def look_at(page, carry):
+            index = self.rows[row.base + jax.lax.rem(page, self.sizes.shape.max_pages)]
+            place = member * self.sizes.block_pages + page - row.begin
+            is_hole = ~_is_below(index, self.sizes.num_pages)
+            pl.when(is_hole)(functools.partial(self._leave_out, buffer, place))
+            return carry
 
-            jax.lax.fori_loop(begin, end, look, 0)
-            self.copies[buffer] = end - begin - self.holes[buffer]
-
-        yield has_holes, leave_out
+        jax.lax.fori_loop(row.begin, row.end, look_at, 0)
 
     def take(self) -> Any:
         """Wait for every page of the next tile; return its buffer, in use until its values are loaded."""
         buffer = self.cursor[_DRAIN]
         copies = self.copies[buffer]
-        for bit in range(self.sizes.block_pages.bit_length()):
+        for bit in range(self.sizes.tile_pages.bit_length()):
             is_set = copies & (1 << bit) != 0
             pl.when(is_set)(functools.partial(self._wait, buffer, 1 << bit))
         self.cursor[_DRAIN] = self._next(buffer)
@@ -224,10 +252,10 @@ class Queue:
         """Return each pool's arrays, where pages of them go, and the semaphore of that."""
         pairs, semaphore = [], self.semaphores.at[buffer]
         for pool, tiles in zip(self.pools, self.tiles, strict=True):
-            pairs.append((pool.data, tiles.data.at[buffer, :, place], semaphore))
+            pairs.append((pool.data, tiles.data.at[buffer, place], semaphore))
             if tiles.zero is not None:
-                pairs.append((pool.scale, tiles.scale.at[buffer, :, place], semaphore))
-                pairs.append((pool.zero, tiles.zero.at[buffer, :, place], semaphore))
+                pairs.append((pool.scale, tiles.scale.at[buffer, place], semaphore))
+                pairs.append((pool.zero, tiles.zero.at[buffer, place], semaphore))
             elif tiles.scale is not None:
                 pairs.append((pool.scale, tiles.scale.at[buffer, place], semaphore))
         return pairs
@@ -238,7 +266,7 @@ class Queue:
         self.holes[buffer] += 1
         tiles = self.tiles[self.sizes.shape.value]
         for array in (tiles.data,) if tiles.zero is None else (tiles.scale, tiles.zero):
-            array[buffer, :, place] = jnp.zeros((array.shape[1], *array.shape[3:]), array.dtype)
+            array[buffer, place] = jnp.zeros(array.shape[2:], array.dtype)
 
     def _next(self, buffer: Any) -> Any:
         return jnp.where(buffer + 1 == self.sizes.num_buffers, 0, buffer + 1)

@@ -154,10 +154,10 @@ class Sizes:
         pieces_per_step: pieces of a step of the grid.
         num_pieces: of all, rounded up to whole steps.
         rows: queries of a piece and KV head, `token * group + head`, rounded up to whole sublanes.
-        block_pages: pages of a tile.
+        block_pages: pages of a piece in a tile.
         num_buffers: tiles in VMEM.
-        pieces_at_once: whose tiles are attended to at once, where none has several: of short tiles latency is
-            what takes time. If they are several, each has a tile, whatever it sees.
+        pieces_at_once: that share a tile, where none has several: of short ones latency is what takes time.
+            If they are several, each has its pages in a tile, whatever it sees.
         part_seqs: rows of the page table that are in SMEM at once.
     """
 
@@ -189,8 +189,13 @@ class Sizes:
         return self.part_seqs * self.shape.max_pages
 
     @property
+    def tile_pages(self) -> int:
+        """Pages of a tile, those of a piece after those of another."""
+        return self.pieces_at_once * self.block_pages
+
+    @property
     def block(self) -> int:
-        """Tokens of a tile."""
+        """Tokens of a piece in a tile."""
         return self.block_pages * self.shape.page_size
 
     @property
@@ -267,7 +272,8 @@ def sizes_of(shape: Shape, num_pages: int, tiling: Tiling, *, window: int | None
         num_pieces=round_up(shape.num_seqs * pieces_per_seq, pieces_per_step),
         rows=rows,
         block_pages=block_tokens(shape, tiling) // shape.page_size,
-        num_buffers=max(tiling.num_buffers, 2 * at_once),
+        # Of several pieces a tile's copies begin together: one is in use, one waited for, one on its way.
+        num_buffers=tiling.num_buffers if at_once == 1 else max(3, -(-tiling.num_buffers // at_once)),
         pieces_at_once=at_once,
         part_seqs=_part_seqs(shape),
     )
@@ -353,7 +359,8 @@ def refusal(shape: Shape, tiling: Tiling) -> str | None:
         )
     if shape.query_dtype not in (jnp.bfloat16, jnp.float32):
         return f"queries must be bfloat16 or float32, got {shape.query_dtype}"
-    pieces_bytes = 4 * _PIECE_NUMBERS * (sizes_of(shape, 1, tiling, window=1).num_pieces + 1)
+    sizes = sizes_of(shape, 1, tiling, window=1)
+    pieces_bytes = 4 * _PIECE_NUMBERS * (sizes.num_pieces + sizes.pieces_at_once)
     if pieces_bytes > _MAX_PIECES_BYTES:
         return (
             f"numbers of pieces must take at most {_MAX_PIECES_BYTES:,} bytes, got {pieces_bytes:,} for "
@@ -408,12 +415,12 @@ def _vmem_bytes(sizes: Sizes) -> int:
 def tile_shapes(sizes: Sizes, part: Part) -> tuple[tuple[tuple[int, ...], Any] | None, ...]:
     """Return the shapes and dtypes of what holds a pool's tiles, as `Stored`; None is not there."""
     num_heads, page_size = sizes.shape.num_kv_heads, sizes.shape.page_size
-    of_pages = (sizes.num_buffers, num_heads, sizes.block_pages)
-    data = (*of_pages, part.rows, LANES), part.dtype
+    of_pages = (sizes.num_buffers, sizes.tile_pages)
+    data = (*of_pages, num_heads, part.rows, LANES), part.dtype
     if part.runs is not None:
-        runs = (*of_pages, part.runs.rows, LANES), jnp.bfloat16
+        runs = (*of_pages, num_heads, part.runs.rows, LANES), jnp.bfloat16
         return data, runs, runs
     if part.scaling != "token":
         return data, None, None
     scale_rows = num_heads * max(1, page_size // LANES)
-    return data, ((sizes.num_buffers, sizes.block_pages, scale_rows, LANES), jnp.float32), None
+    return data, ((*of_pages, scale_rows, LANES), jnp.float32), None

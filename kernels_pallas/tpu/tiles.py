@@ -47,7 +47,7 @@ class Tiles:
         return self.sizes.chunk_pages * self.sizes.shape.page_size
 
     def slots(self) -> Array:
-        """Return the slots of a tile in the order of logits, int32 `[1, token]`."""
+        """Return the slots of a piece in a tile in the order of logits, int32 `[1, token]`."""
         shape, column = self.sizes.shape, self.sizes.shape.column
         place = jax.lax.broadcasted_iota(jnp.int32, (1, self.chunk_tokens // shape.share), 1)
         if shape.is_paired:
@@ -74,22 +74,16 @@ class Tiles:
             index: of the pool.
             buffer: of the tile.
             heads: of which.
-            chunk: of the tile's.
+            chunk: of the tile's, of all pieces.
             dtype: of the result.
             reach: told after each page how many of the tile have been loaded.
         """
         shape, part, stored = self.sizes.shape, self.sizes.shape.parts[index], self.stored[index]
-        begin, end = chunk * self.sizes.chunk_pages, (chunk + 1) * self.sizes.chunk_pages
-        loaded = []
-        for page in range(begin, end):
-            loaded.append(stored.data[buffer, heads, pl.ds(page, 1)])
-            if reach is not None:
-                reach(page + 1)
-        entries = jnp.concatenate(loaded, axis=1)
+        entries = self._of_pages(stored.data, buffer, heads, chunk, reach)
         if part.entry == "int4":
             halves = nibbles(entries, part, is_paired=shape.is_paired)
             if part.scaling == "slots":
-                of_runs = (ref[buffer, heads, pl.ds(begin, end - begin)] for ref in stored[1:])
+                of_runs = (self._of_pages(ref, buffer, heads, chunk) for ref in stored[1:])
                 halves = decoded(part, halves, *of_runs, is_paired=shape.is_paired, dtype=dtype)
         else:
             halves = [pltpu.bitcast(entries, _FP8[part.entry]) if part.entry in _FP8 else entries]
@@ -109,6 +103,17 @@ class Tiles:
             axis=2,
         )
 
+    def _of_pages(
+        self, ref: Any, buffer: Any, heads: Any, chunk: int, reach: Callable[[int], None] | None = None
+    ) -> Array:
+        """Return what is stored of a chunk's pages, `[head, page, row, 128]`."""
+        loaded = []
+        for page in range(chunk * self.sizes.chunk_pages, (chunk + 1) * self.sizes.chunk_pages):
+            loaded.append(ref[buffer, page, heads])
+            if reach is not None:
+                reach(page + 1)
+        return jnp.stack(loaded, axis=1)
+
     def scales(self, index: int, buffer: Any, chunk: int) -> tuple[list[Any], list[Any]]:
         """Return scales and shifts of a chunk of a pool, of all heads, `[kv_head, 1, token]`.
 
@@ -119,8 +124,7 @@ class Tiles:
         match shape.parts[index].scaling:
             case "channels":
                 assert self.spread is not None
-                pages = pl.ds(chunk * self.sizes.chunk_pages, self.sizes.chunk_pages)
-                scale, zero = (ref[buffer, :, pages] for ref in stored[1:])
+                scale, zero = (self._of_pages(ref, buffer, slice(None), chunk) for ref in stored[1:])
                 return scales_of_runs(scale, zero, self.spread, shape)
             case "head":
                 return [jnp.concatenate([self.pools[index].scale[...] for _ in rows_of_lanes], axis=-1)], []
@@ -146,8 +150,8 @@ class Tiles:
             joined = taken if begin == 0 else jnp.where(lane < begin, joined, taken)
         return joined
 
-    def clear_from(self, buffer: Any, end: Any) -> None:
-        """Zero dead slots, from `end` on, that would spoil a weighted sum or a slot of their row."""
+    def clear_from(self, buffer: Any, member: int, end: Any) -> None:
+        """Zero a piece's slots from `end` on that would spoil a weighted sum or a slot of their row."""
         shape = self.sizes.shape
         for index, (part, stored) in enumerate(zip(shape.parts, self.stored, strict=True)):
             # Integers are never NaN, and scales of dead slots are dropped; those of runs share rows.
@@ -158,10 +162,10 @@ class Tiles:
             elif part.dtype != jnp.int8 and (index == shape.value or columns.share > 1):
                 arrays = [stored.data]
             for array in arrays:
-                clear = functools.partial(self._clear, array, columns, span, buffer, end)
+                clear = functools.partial(self._clear, array, columns, span, buffer, member, end)
                 pl.when(end < self.sizes.block)(clear)
 
-    def _clear(self, data: Any, columns: Columns, span: int, buffer: Any, end: Any) -> None:
+    def _clear(self, data: Any, columns: Columns, span: int, buffer: Any, member: int, end: Any) -> None:
         """Zero what a tile holds from slot `end` on, of runs what is not whole: 0 * NaN is NaN."""
         num_rows, shape = columns.num_rows, self.sizes.shape
         slot = jax.lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0)
@@ -170,13 +174,14 @@ class Tiles:
         # Of a dtype whose masks are as wide as the places.
         wide = jnp.int32 if data.dtype == jnp.uint8 else jnp.float32
 
-        def clear_page(page, carry):
-            is_kept = slot + span <= end - page * shape.page_size
+        def clear_page(place, carry):
+            page = member * self.sizes.block_pages + place
+            is_kept = slot + span <= end - place * shape.page_size
             for head in range(shape.num_kv_heads):
                 for row in range(0, columns.num_parts * num_rows, num_rows):
-                    entries = data[buffer, head, page, pl.ds(row, num_rows)]
+                    entries = data[buffer, page, head, pl.ds(row, num_rows)]
                     kept = jnp.where(is_kept, entries.astype(wide), jnp.zeros((), wide))
-                    data[buffer, head, page, pl.ds(row, num_rows)] = kept.astype(entries.dtype)
+                    data[buffer, page, head, pl.ds(row, num_rows)] = kept.astype(entries.dtype)
             return carry
 
         jax.lax.fori_loop(jax.lax.div(end, shape.page_size), self.sizes.block_pages, clear_page, 0)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.paged_attention.contract import Pages, Stripe
 from kernels_pallas.tpu.logits import logits_of
-from kernels_pallas.tpu.parts import LANES, Part, Stored, stored_of
+from kernels_pallas.tpu.parts import LANES, SUBLANES, Part, Stored, stored_of
 from kernels_pallas.tpu.pieces import (
     HIDDEN,
     Own,
@@ -100,11 +100,12 @@ def walk(
         table.reshape(sizes.num_parts, -1),
         operands,
         None if recent is None else own_of(queries[0].astype(shape.operand_dtype), recent, starts, sizes),
-        None if sinks is None else sink_rows(sinks * _LOG2_E, sizes),
+        None if sinks is None else sink_rows(sinks * _LOG2_E - math.log2(LANES), sizes),
         spread_of(shape),
         tuple(_in_hbm(part, stored_of(pages)) for part, pages in zip(shape.parts, pools, strict=True)),
     )
-    log_sum = log_sum.reshape(*log_sum.shape[:2], -1)[:, :, : sizes.rows]
+    log_sum = log_sum.reshape(sizes.num_pieces, -1)[:, : shape.num_kv_heads * sizes.rows]
+    log_sum = log_sum.reshape(sizes.num_pieces, shape.num_kv_heads, sizes.rows)
     halves = jnp.split(out, shape.values.halves, axis=-1)
     width = pools[shape.value].head_dim // len(halves)
     out = jnp.concatenate([half[..., :width] for half in halves], axis=-1)
@@ -125,7 +126,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
     """Return the call of the kernel on scalars, queries, sinks and pools."""
     shape = sizes.shape
     of_pieces = (sizes.pieces_per_step, shape.num_kv_heads)
-    sum_rows = -(-sizes.rows // LANES)
+    sum_rows = -(-shape.num_kv_heads * sizes.rows // LANES)
 
     def of_step(rows: int, lanes: int = LANES) -> pl.BlockSpec:
         return pl.BlockSpec((*of_pieces, rows, lanes), lambda step, *_: (step, 0, 0, 0))
@@ -167,7 +168,10 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
                 spread,
                 pools,
             ],
-            out_specs=[of_step(sizes.rows, value_lanes), of_step(sum_rows)],
+            out_specs=[
+                of_step(sizes.rows, value_lanes),
+                pl.BlockSpec((sizes.pieces_per_step, sum_rows, LANES), lambda step, *_: (step, 0, 0)),
+            ],
             scratch_shapes=[
                 tuple(_tiles(sizes, part) for part in shape.parts),
                 pltpu.VMEM((members, 1, sizes.block), jnp.int32),
@@ -179,7 +183,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
                 pltpu.SMEM((CURSOR,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
                 pltpu.SMEM((sizes.num_buffers,), jnp.int32),
-                pltpu.SMEM((sizes.num_buffers, sizes.block_pages), jnp.int32),
+                pltpu.SMEM((sizes.num_buffers, sizes.tile_pages), jnp.int32),
                 pltpu.SemaphoreType.DMA((sizes.num_buffers,)),
                 pltpu.SemaphoreType.DMA((sizes.num_slots,)),
             ],
@@ -188,7 +192,7 @@ def _call(sizes: Sizes, options: Options, *, has_sinks: bool) -> Any:
             jax.ShapeDtypeStruct(
                 (sizes.num_pieces, *of_pieces[1:], sizes.rows, value_lanes), shape.query_dtype
             ),
-            jax.ShapeDtypeStruct((sizes.num_pieces, *of_pieces[1:], sum_rows, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((sizes.num_pieces, sum_rows, LANES), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
@@ -203,17 +207,17 @@ def _tiles(sizes: Sizes, part: Part) -> Stored:
 
 
 def _kernel(
-    pieces: Pieces,  # int32 [piece + 1] each                  SMEM, prefetched
+    pieces: Pieces,  # int32 [piece + member] each                 SMEM, prefetched
     offset_ref,  # int32 [1]                                   SMEM, prefetched
     stripe: tuple[Any, Any],  # int32 [1] each                 SMEM, prefetched
     table_ref,  # int32 [part, seq * max_pages]                HBM
     query_refs,  # of each pool of keys: `Query` of pieces of the step        VMEM
     own_refs: Any,  # `Own` where keys have runs of slots, else None          VMEM
-    sink_ref,  # float32 [kv_head, row, 128], equal lanes, or None            VMEM
+    sink_ref,  # float32 [kv_head, row, 128], to be added, or None            VMEM
     spread: Spread | None,  # of runs of channels              VMEM
     pools: tuple[Any, ...],  # of each: entries and scales of tokens   HBM; scales of heads VMEM
     out_ref,  # [step_piece, kv_head, row, lane]               VMEM
-    log_sum_ref,  # float32 [step_piece, kv_head, n, 128]      VMEM
+    log_sum_ref,  # float32 [step_piece, n, 128]: of heads' rows              VMEM
     tile_refs: tuple[Any, ...],  # of each pool: see `Queue`  VMEM
     tokens_ref,  # int32 [member, 1, token]: see `tokens`      VMEM
     own_ref,  # float32 [member, head, row, token]: logits of own runs, or None       VMEM
@@ -257,35 +261,39 @@ def _kernel(
     )
 
     def first_page(piece, tile):
-        """Return the first page of a tile, of those of the stripe."""
+        """Return the first page of a piece in a tile, of those of the stripe."""
         return pieces.begins[piece] + tile * block_pages
 
     def tokens():
-        """Return how many tokens after the tile's first its slots are: of a stripe it has not all pages."""
+        """Return how many tokens after a piece's first in a tile its slots are: not all are of the stripe."""
         slot = tiles.slots()
         return slot + jax.lax.div(slot, page_size) * ((stride_ref[0] - 1) * page_size)
 
-    def hide(member, buffer):
+    def hide(buffer):
         """Have the tokens of a tile whose pages are none before all that is seen."""
 
-        def hide_page(hole, token):
-            slot = tiles.slots() - places_ref[buffer, hole] * page_size
-            return jnp.where((slot >= 0) & (slot < page_size), -HIDDEN, token)
+        def hide_page(hole, carry):
+            member, page = (op(places_ref[buffer, hole], block_pages) for op in (jax.lax.div, jax.lax.rem))
+            slot = tiles.slots() - page * page_size
+            is_hidden = (slot >= 0) & (slot < page_size)
+            tokens_ref[member] = jnp.where(is_hidden, -HIDDEN, tokens_ref[member])
+            return carry
 
-        tokens_ref[member] = jax.lax.fori_loop(0, holes_ref[buffer], hide_page, tokens())
+        jax.lax.fori_loop(0, holes_ref[buffer], hide_page, 0)
 
-    def show_all(member):
-        tokens_ref[member] = tokens()
+    def show_all():
+        tokens_ref[...] = jnp.broadcast_to(tokens()[None], tokens_ref.shape)
 
     batch, is_grouped = sizes.batch_heads, sizes.pieces_at_once > 1
 
-    def attend(at, starts):
-        """Attend to a tile, some heads after others, chunks after chunks: of each heads a generator.
+    def attend(at, buffer, starts):
+        """Attend to a part of a tile, heads after heads, chunk after chunk: of some heads a generator.
 
         Products go in the order of the program: those of the next keys come before what waits for the last.
         After the first products of some heads there is a pause.
         """
-        member, index, piece, tile, buffer = at
+        member, index, piece, tile = at
+        first_chunk = member * (block_pages // sizes.chunk_pages)
 
         def lanes_of(chunk):
             return pl.ds(chunk * chunk_tokens, chunk_tokens)
@@ -325,8 +333,10 @@ def _kernel(
             """Return the logits of some heads by one pool."""
             part = shape.parts[index_of_part]
             query = jax.tree.map(lambda ref: ref[index, heads], query_refs[index_of_part])
-            entries = tiles.numbers(index_of_part, buffer, heads, chunk, sizes.operand_dtype(part))
-            factors = tiles.scales(index_of_part, buffer, chunk)
+            entries = tiles.numbers(
+                index_of_part, buffer, heads, first_chunk + chunk, sizes.operand_dtype(part)
+            )
+            factors = tiles.scales(index_of_part, buffer, first_chunk + chunk)
             return logits_of(part, query, entries, *jax.tree.map(lambda factor: factor[own], factors))
 
         def take_own(heads):
@@ -348,7 +358,7 @@ def _kernel(
             is_live = past < pieces.lens[piece] * shape.group
             if options.window is not None:
                 is_live &= past + options.window * shape.group > 0
-            factors = tiles.scales(shape.value, buffer, chunk)
+            factors = tiles.scales(shape.value, buffer, first_chunk + chunk)
             return jax.tree.map(lambda factor: jnp.where(is_live, factor, 0.0)[own], factors)
 
         def take_heads(first):
@@ -363,7 +373,8 @@ def _kernel(
                 ahead = [logits_of_chunk(chunk, heads, own) for chunk in following]
                 highest = functools.reduce(jnp.maximum, _rows_of_lanes(logits))
                 top = jnp.max(highest, axis=-1, keepdims=True)
-                peak = jnp.maximum(jnp.full(highest.shape, _LOWEST) if last is None else last[0], top)
+                before = jnp.broadcast_to(lowest(heads), highest.shape) if last is None else last[0]
+                peak = jnp.maximum(before, top)
                 weights = [jnp.exp2(of_chunk - _repeated(peak, chunk_tokens)) for of_chunk in logits]
                 total, sums = functools.reduce(jnp.add, _rows_of_lanes(weights)), []
                 for chunk, of_chunk in zip(chunks, weights, strict=True):
@@ -371,10 +382,12 @@ def _kernel(
                     scaled = [of_chunk if factor is None else of_chunk * factor for factor in factors]
                     shifts = [jnp.sum(of_chunk * shift, axis=-1, keepdims=True) for shift in shifts]
                     values = tiles.numbers(
-                        shape.value, buffer, heads, chunk, shape.operand_dtype, starts.reach
+                        shape.value, buffer, heads, first_chunk + chunk, shape.operand_dtype, starts.reach
                     )
                     sums.append(weighted_sum(shape.values, scaled, values, shifts))
-                if last is not None:
+                if last is None:
+                    total += sink_total(heads, peak)
+                else:
                     keep = jnp.exp2(last[0] - peak)
                     total += last[1] * keep
                     sums.insert(0, last[2] * _repeated(keep, last[2].shape[-1]))
@@ -385,69 +398,67 @@ def _kernel(
 
         return [take_heads(first) for first in range(0, shape.num_kv_heads, batch)]
 
+    def lowest(heads):
+        """Return the peak before any key: that of a sink."""
+        return _LOWEST if sink_ref is None else jnp.maximum(sink_ref[heads], _LOWEST)
+
+    def sink_total(heads, peak):
+        """Return the total before any key: that of a sink, a part of it in each lane."""
+        return 0.0 if sink_ref is None else jnp.exp2(sink_ref[heads] - peak)
+
     def begin_piece():
-        peak_ref[...] = jnp.full(peak_ref.shape, _LOWEST, jnp.float32)
-        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
+        peak_ref[...] = jnp.broadcast_to(lowest(...), peak_ref.shape)
+        total_ref[...] = jnp.broadcast_to(sink_total(..., peak_ref[...]), total_ref.shape)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
     def end_piece(index, piece, sums):
         """Write what a piece attended to, of some heads after others."""
-        dims = sizes.rows, LANES
-        row, lane = (jax.lax.broadcasted_iota(jnp.int32, dims, axis) for axis in (0, 1))
-        is_row = row < pieces.lens[piece] * shape.group
-        columns = shape.values.columns
+        dims, columns = (sizes.rows, LANES), shape.values.columns
+        row, num_rows = jax.lax.broadcasted_iota(jnp.int32, dims, 0), pieces.lens[piece] * shape.group
+        peaks, totals = [], []
         for head in range(shape.num_kv_heads):
             peak, total, own = (array[head % batch] for array in sums[head // batch])
             # Of equal lanes, as all that is computed here.
             total, heads = jnp.broadcast_to(jnp.sum(total, axis=-1, keepdims=True), dims), own
             for i in range(1, columns.share):
                 heads += pltpu.roll(own, own.shape[-1] - i * columns.width, 1)
-            if sink_ref is not None:
-                last_peak, sink = peak, sink_ref[head]
-                peak = jnp.maximum(last_peak, sink)
-                keep = jnp.exp2(last_peak - peak)
-                total = total * keep + jnp.exp2(sink - peak)
-                heads *= _repeated(keep, heads.shape[-1])
             # Not `total > 0`: a NaN that a query sees is to be seen.
-            is_written = is_row & (total != 0)
-            total = jnp.where(is_written, total, 1.0)
-            share = 1.0 / total
+            is_written = (row < num_rows) & (total != 0)
+            share = 1.0 / jnp.where(is_written, total, 1.0)
             own = [jnp.where(is_written, part * share, 0.0) for part in _rows_of_lanes([heads])]
             out_ref[index, head] = jnp.concatenate(own, axis=-1).astype(out_ref.dtype)
+            peaks.append(peak)
+            totals.append(total)
+        for i in range(log_sum_ref.shape[1]):
+            place, lane = (jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1))
+            row = jax.lax.rem(i * LANES + lane - lane % SUBLANES + place, sizes.rows)
+            peak, total = (_in_lanes(of_heads, i) for of_heads in (peaks, totals))
+            is_written = (row < num_rows) & (total != 0)
             log_sum = jnp.where(is_written, peak / _LOG2_E + jnp.log(total), -jnp.inf)
-            # A column of rows along the lanes.
-            for begin in range(0, sizes.rows, LANES):
-                rows = slice(begin, begin + LANES)
-                own_lane = jnp.where(row[rows] - begin == lane[rows], log_sum[rows], 0.0)
-                log_sum_ref[index, head, pl.ds(begin // LANES, 1)] = jnp.sum(own_lane, axis=0, keepdims=True)
+            own_lane = jnp.where(place == lane % SUBLANES, log_sum, 0.0)
+            log_sum_ref[index, pl.ds(i, 1)] = jnp.sum(own_lane, axis=0, keepdims=True)
 
     def take(ats, end):
-        """Attend to a tile of each piece, while copies of others begin, and end what ends with them."""
-        ats = [(*at, queue.take()) for at in ats]
-        holed = [holes_ref[at[-1]] > 0 for at in ats]
-        for at, has_holes in zip(ats, holed, strict=True):
-            _, _, piece, tile, buffer = at
-            tiles.clear_from(buffer, pieces.ends[piece] - first_page(piece, tile) * page_size)
-            pl.when(has_holes)(functools.partial(hide, at[0], at[-1]))
-        starts = queue.fetch(len(ats))
-        walks = [attend(*pair) for pair in zip(ats, starts, strict=True)]
+        """Attend to a tile from pieces, while copies of another begin, and end what ends with it."""
+        buffer = queue.take()
+        has_holes = holes_ref[buffer] > 0
+        for member, _, piece, tile in ats:
+            tiles.clear_from(buffer, member, pieces.ends[piece] - first_page(piece, tile) * page_size)
+        pl.when(has_holes)(functools.partial(hide, buffer))
+        starts = queue.fetch()
+        walks = [attend(at, buffer, starts) for at in ats]
         for of_heads in walks:
             next(of_heads[0])
-        sums, ends = [], []
-        for of_piece, of_tile in zip(walks, starts, strict=True):
-            sums.append([[*of_heads][-1] for of_heads in of_piece])
-            ends.append(of_tile.end())
-        end(sums)
+        end([[[*of_heads][-1] for of_heads in of_piece] for of_piece in walks])
+        has_next_holes, leave_out = starts.end()
 
-        @pl.when(functools.reduce(jnp.logical_or, [*holed, *(has_holes for has_holes, _ in ends)]))
+        @pl.when(has_holes | has_next_holes)
         def _():
-            for member, has_holes in enumerate(holed):
-                pl.when(has_holes)(functools.partial(show_all, member))
-            for has_holes, leave_out in ends:
-                pl.when(has_holes)(leave_out)
+            pl.when(has_holes)(show_all)
+            pl.when(has_next_holes)(leave_out)
 
     def walk_pieces(group, carry):
-        """Attend from pieces that have a tile each."""
+        """Attend from pieces that share a tile."""
         first = group * sizes.pieces_at_once
         pairs = [
             (first + i, pl.program_id(0) * sizes.pieces_per_step + first + i)
@@ -477,8 +488,7 @@ def _kernel(
 
     @pl.when(pl.program_id(0) == 0)
     def _():
-        for member in range(sizes.pieces_at_once):
-            show_all(member)
+        show_all()
         queue.begin()
 
     num_groups = sizes.pieces_per_step // sizes.pieces_at_once
@@ -495,3 +505,14 @@ def _rows_of_lanes(arrays: list[Array]) -> list[Array]:
 def _repeated(lanes: Array, count: int) -> Array:
     """Return 128 equal lanes as `count`."""
     return jnp.concatenate([lanes] * (count // LANES), axis=-1)
+
+
+def _in_lanes(of_heads: list[Array], row_of_lanes: int) -> Array:
+    """Return 128 rows of heads, of equal lanes, eight rows in eight lanes beside the next eight."""
+    num_rows, joined = of_heads[0].shape[0], of_heads[0][:SUBLANES]
+    lane = jax.lax.broadcasted_iota(jnp.int32, joined.shape, 1)
+    for begin in range(0, LANES, SUBLANES):
+        head, row = divmod(row_of_lanes * LANES + begin, num_rows)
+        if head < len(of_heads):
+            joined = jnp.where(lane < begin, joined, of_heads[head][row : row + SUBLANES])
+    return joined

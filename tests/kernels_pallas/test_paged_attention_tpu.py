@@ -252,8 +252,8 @@ def test_heads_that_are_attended_to_after_others_have_their_own_scales(codec: st
     "fault",
     [
         None,
-        (walk, "pl.ds(begin // LANES, 1)", "pl.ds(0, 1)"),
-        (walk, "jnp.maximum(last_peak, sink)", "last_peak"),
+        (walk, "pl.ds(i, 1)", "pl.ds(0, 1)"),
+        (walk, "jnp.maximum(sink_ref[heads], _LOWEST)", "_LOWEST"),
     ],
 )
 def test_many_rows_have_their_own_log_sums_beside_a_sink_far_above_them(fault, monkeypatch):

@@ -125,15 +125,12 @@ def with_holes(shape: Shape) -> tuple[PagedArguments, int]:
         *[
             pytest.param(fault, marks=pytest.mark.gate)
             for fault in [
-                # The first of the rows has the second's holes, or keeps its own for the next group.
-                (walk, "tokens_ref[member] = jax.lax.fori_loop", "tokens_ref[0] = jax.lax.fori_loop"),
-                (
-                    walk,
-                    "jax.lax.fori_loop(0, holes_ref[buffer], hide_page, tokens())",
-                    "hide_page(0, tokens())",
-                ),
-                (walk, "pl.when(has_holes)(functools.partial(show_all, member))", "pass"),
-                (queue, "array[buffer, :, place] = jnp.zeros(", "_ = jnp.zeros("),
+                # The first of the rows has the second's holes, or these are there for the next group.
+                (walk, "tokens_ref[member] = jnp.where(", "tokens_ref[0] = jnp.where("),
+                (queue, "member * self.sizes.block_pages + page - row.begin", "page - row.begin"),
+                (walk, "jax.lax.fori_loop(0, holes_ref[buffer], hide_page, 0)", "hide_page(0, 0)"),
+                (walk, "pl.when(has_holes)(show_all)", "pass"),
+                (queue, "array[buffer, place] = jnp.zeros(", "_ = jnp.zeros("),
             ]
         ],
     ],
@@ -161,7 +158,8 @@ OF_GROUPS: dict[str, Fault] = {
         "(first + i, first + i)",
     ),
     "sums of another piece": (walk, "end_piece(*pair, own)", "end_piece(*pair, sums[0])"),
-    "a sink left out": (walk, "total = total * keep + jnp.exp2(sink - peak)", "total = total * keep"),
+    "pages of another piece": (walk, "first_chunk = member *", "first_chunk = 0 *"),
+    "a sink left out": (walk, "total += sink_total(heads, peak)", "pass"),
     "heads of a pair swapped": (
         logits,
         "[left[:, 0], nothing], [nothing, left[:, 1]]",

@@ -107,8 +107,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a copy into another tile": (
         queue,
-        "tiles.data.at[buffer, :, place]",
-        "tiles.data.at[self._next(buffer), :, place]",
+        "tiles.data.at[buffer, place]",
+        "tiles.data.at[self._next(buffer), place]",
     ),
     "a mask that is off by one": (walk, "is_seen = past <= (", "is_seen = past < ("),
     "a last page that is left out": (queue, "ends[piece] + page_size - 1", "ends[piece]"),
