@@ -1,8 +1,8 @@
 """Compares page writes by the GPU kernel, which encodes, with those that XLA makes.
 
 A line for each codec and step: the share of the pool's entries that are others, and the largest relative
-error of its scales. Not interpreted, the microseconds of a layer's write by both follow, rotation and encoding
-included.
+error of its scales. Not interpreted, the microseconds of a layer's write by both follow, with rotation and
+encoding.
 """
 
 import functools

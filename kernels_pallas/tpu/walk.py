@@ -207,7 +207,7 @@ def _tiles(sizes: Sizes, part: Part) -> Stored:
 
 
 def _kernel(
-    pieces: Pieces,  # int32 [piece + member] each                 SMEM, prefetched
+    pieces: Pieces,  # int32 [piece + member] each             SMEM, prefetched
     offset_ref,  # int32 [1]                                   SMEM, prefetched
     stripe: tuple[Any, Any],  # int32 [1] each                 SMEM, prefetched
     table_ref,  # int32 [part, seq * max_pages]                HBM
