@@ -17,6 +17,11 @@ PAGE_SIZES, CODECS = (64, 16), ("bf16", "int8", "fp8_e4m3", "int4_token", "int4"
 LATENT_CODECS = ("bf16", "int8", "fp8_e4m3", "int4_token")
 # Slots that share scales and zero points of keys in `int4`, at most.
 _RUN_SLOTS = 32
+# Page writes: sequences, and new tokens of each; and the codecs that the kernel encodes.
+WRITE_STEPS, WRITE_CODECS = (
+    {"64_decodes": (64, 1), "chunk_of_512": (1, 512)},
+    ("int8", "fp8_e4m3", "fp8_e5m2"),
+)
 # Of a call: a peer holds it up to three times, in another order, in an H200's 141 GB.
 _MAX_CALL_BYTES = 40e9
 # Tokens of a batch from which on a call is to be as fast as memory.
@@ -87,6 +92,11 @@ def all_cases() -> dict[str, Case]:
     cases = (*_FIRST, *(Case(*(value for _, value in picks)) for picks in ranked))
     kept = (case for case in cases if not case.is_latent or case.codec in LATENT_CODECS)
     return {case.name: case for case in kept if case.call_bytes <= _MAX_CALL_BYTES}
+
+
+def all_writes() -> dict[str, tuple[str, str]]:
+    """Return the step and codec of every page write that is compared, by name."""
+    return {f"page_write_{step}_{codec}": (step, codec) for step in WRITE_STEPS for codec in WRITE_CODECS}
 
 
 _LONG_CASE = Case("heads_32", 64, 8192, 64, "bf16")
@@ -235,6 +245,14 @@ def with_rates(line: dict[str, Any], roofs: dict[str, Any]) -> dict[str, Any]:
         "share_of_copy": rate / copied,
         "share_of_roof": case.least_seconds(copied, multiplied) / seconds,
     }
+
+
+def write_lines(lines: Iterable[dict[str, Any]]) -> Iterable[str]:
+    """Return what was timed of page writes, a line each."""
+    for line in lines:
+        if "pallas_gpu_us" in line:
+            own, other = line["pallas_gpu_us"], line["xla_us"]
+            yield f"page write, {line['page_write']}, {line['codec']}: {own:.3g} us, by XLA {other:.3g} us"
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:

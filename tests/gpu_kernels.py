@@ -217,7 +217,7 @@ def make_write(
 
 def write(pools: Any, heads: Any, slots: jax.Array, page_offset: jax.Array) -> Any:
     """Write heads, rotated as the codecs of caches do, by the GPU kernel."""
-    rotations = (hadamard(heads[0].shape[-1]),) * 2
+    rotations = tuple(hadamard(own.shape[-1]) for own in heads)
     return page_write_gpu.write_heads(pools, heads, rotations, slots, page_offset=page_offset)
 
 

@@ -8,6 +8,7 @@ Grid: pools, blocks of tokens. Shared memory: a block's heads, the signs that ro
 become. Limits: `refusal`.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -98,8 +99,8 @@ class _Scratch(NamedTuple):
     barrier: Any
 
 
-class _Refs(NamedTuple):
-    """A pool's arrays in global memory.
+class _Pool(NamedTuple):
+    """What a kernel is given of a pool, arrays or their refs.
 
     Attributes:
         rows: heads of all tokens, `[row, head_dim]`.
@@ -137,7 +138,7 @@ def refusal(pools: tuple[Pages, ...], heads: tuple[Any, ...]) -> str | None:
 
 def write_heads(
     pools: tuple[Pages, ...],
-    heads: tuple[Float[Array, "seq time kv_head head_dim"], ...],
+    heads: tuple[Float[Array, "seq time kv_head _"], ...],
     rotations: tuple[tuple[np.ndarray, Any], ...],
     slots: Int[Array, "seq time"],
     *,
@@ -160,23 +161,28 @@ def write_heads(
         raise ValueError(f"page writes on GPUs cannot run: {why}; use 'xla'")
     factors = [float(factor) for _, factor in rotations]
     sizes = [_sizes_of(*each) for each in zip(pools, heads, factors, strict=True)]
-    refs = [
-        _Refs(
-            _in_blocks(own, each),
-            jnp.asarray(signs, own.dtype),
-            jax.new_ref(pages.data),
-            jax.new_ref(pages.scale),
-        )
+    given = [
+        _Pool(_in_blocks(own, each), jnp.asarray(signs, own.dtype), pages.data, pages.scale)
         for each, pages, own, (signs, _) in zip(sizes, pools, heads, rotations, strict=True)
     ]
-    leaves, structure = jax.tree.flatten((slots.reshape(-1), jnp.asarray(page_offset, jnp.int32)[None], refs))
+    # One call after another where it is mapped: refs cannot be.
+    call = jax.custom_batching.sequential_vmap(functools.partial(_call, sizes))
+    return call(given, slots.reshape(-1), jnp.asarray(page_offset, jnp.int32)[None])
+
+
+def _call(
+    sizes: list[_Sizes], given: list[_Pool], slots: Array, page_offset: Array
+) -> tuple[tuple[Array, Array], ...]:
+    """Run the kernel; return entries and scales of each pool."""
+    refs = [each._replace(data=jax.new_ref(each.data), scale=jax.new_ref(each.scale)) for each in given]
+    leaves, structure = jax.tree.flatten((slots, page_offset, refs))
 
     def kernel(*leaves: Any) -> None:
         slots_ref, offset_ref, refs = jax.tree.unflatten(structure, leaves)
         for index, (each, of_pool) in enumerate(zip(sizes, refs, strict=True)):
             _write_block(index, each, slots_ref, offset_ref, of_pool)
 
-    grid = len(pools), max(each.num_blocks for each in sizes)
+    grid = len(sizes), max(each.num_blocks for each in sizes)
     pl.kernel(
         kernel,
         out_type=(),
@@ -203,7 +209,7 @@ def _in_blocks(heads: Array, sizes: _Sizes) -> Float[Array, "row head_dim"]:
     return jnp.pad(rows, ((0, num_rows - rows.shape[0]), (0, 0)))
 
 
-def _write_block(pool: int, sizes: _Sizes, slots_ref: Any, offset_ref: Any, refs: _Refs) -> None:
+def _write_block(pool: int, sizes: _Sizes, slots_ref: Any, offset_ref: Any, refs: _Pool) -> None:
     """Write a block of a pool, where the program is one of it."""
     block = lax.axis_index("block")
     types = _Scratch(
@@ -223,8 +229,8 @@ def _write_block(pool: int, sizes: _Sizes, slots_ref: Any, offset_ref: Any, refs
         pl.run_scoped(write, types)
 
 
-def _encode(sizes: _Sizes, refs: _Refs, block: jax.Array, scratch: _Scratch) -> None:
-    """Put a block's entries and scales into shared memory, as `jkv.cache.encoding` has them."""
+def _encode(sizes: _Sizes, refs: _Pool, block: jax.Array, scratch: _Scratch) -> None:
+    """Put a block's entries and scales into shared memory, as `jkv.cache.encoding`, but for rounding."""
     first, form = block * sizes.block_tokens * sizes.token_rows, sizes.form
     plgpu.copy_gmem_to_smem(refs.rows.at[pl.ds(first, _ROWS)], scratch.heads, scratch.barrier)
     plgpu.copy_gmem_to_smem(refs.signs, scratch.signs, scratch.barrier)
@@ -242,14 +248,14 @@ def _encode(sizes: _Sizes, refs: _Refs, block: jax.Array, scratch: _Scratch) -> 
 
 
 def _put(
-    sizes: _Sizes, slots_ref: Any, offset_ref: Any, refs: _Refs, block: jax.Array, scratch: _Scratch
+    sizes: _Sizes, slots_ref: Any, offset_ref: Any, refs: _Pool, block: jax.Array, scratch: _Scratch
 ) -> None:
     """Copy a block's entries and scales into the slots of its tokens, where there are any."""
-    at_once = math.gcd(sizes.block_tokens, _TOKENS_AT_ONCE)
+    at_once, page_offset = math.gcd(sizes.block_tokens, _TOKENS_AT_ONCE), offset_ref[0]
 
     def put(first: jax.Array, slot: jax.Array) -> None:
         page, within = divide(jnp.maximum(slot, 0), sizes.page_size)
-        page += offset_ref[0]
+        page += page_offset
 
         @pl.when((slot >= 0) & (page < refs.data.shape[0]))
         def _() -> None:

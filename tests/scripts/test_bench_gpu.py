@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.hopper import blocks
 from kernels_pallas.page_write import pallas_gpu as page_write_gpu
 from kernels_pallas.paged_attention import Tiling
 from kernels_pallas.paged_attention.shapes import Shape
@@ -334,6 +335,23 @@ def test_a_check_passes_and_fails_where_the_pages_are_others(check: Check, monke
     assert not line["passed"]
 
 
+@pytest.mark.parametrize("time", [1, 20])
+def test_page_ids_past_16_bits_are_walked(time: int, monkeypatch):
+    """As steps on a GPU are checked, but for as many entries, which memory here has no room for."""
+    monkeypatch.setattr(gpu_checks, "LARGE_ENTRIES", 1)
+    shape, own = Shape(2, 1, 64, page_size=8, time=time, totals=(time, 100)), blocks.Walk.pieces
+    check = Check(shape, "bf16", "small", over="large_pool")
+    faulty = lambda *given: (piece._replace(page=piece.page & (2**16 - 1)) for piece in own(*given))  # noqa: E731
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        line = gpu_checks.run(check, Tiling(is_interpreted=True))
+        assert line is not None
+        assert line["passed"], line
+        monkeypatch.setattr(blocks.Walk, "pieces", faulty)
+        line = gpu_checks.run(check, Tiling(is_interpreted=True))
+    assert line is not None
+    assert not line["passed"]
+
+
 def test_a_large_pool_has_ids_and_entries_past_what_16_and_31_bits_count():
     arguments, num_pages = gpu_checks.make_call(SMALL, "bf16")
     own = jax.eval_shape(lambda given: gpu_checks.in_large_pool(given, num_pages)[0], arguments)
@@ -426,11 +444,28 @@ def test_page_writes_are_compared(monkeypatch):
         assert found == [
             {"page_write": "64_decodes", "codec": "int8", "others": 0, "scale_error": 0, "passed": True}
         ]
-        put_fault((page_write_gpu, "page += offset_ref[0]", "page += 0"), monkeypatch)
+        put_fault((page_write_gpu, "page += page_offset", "page += 0"), monkeypatch)
         line = gpu_writes.compare("fp8_e4m3", (2, 1))
     assert not line["passed"]
     assert line["others"] > 0
     assert line["scale_error"] > 0
+
+
+def test_a_step_s_page_writes_may_end_in_any_order(monkeypatch):
+    """No two of its tokens have a slot."""
+    own = 'block = lax.axis_index("block")'
+    fault = page_write_gpu, own, 'block = sizes.num_blocks - 1 - lax.axis_index("block")'
+    put_fault(fault, monkeypatch)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        for rows in ((64, 1), (1, 64)):
+            assert gpu_writes.compare("int8", rows)["passed"]
+
+
+def test_one_token_s_entries_in_another_slot_are_found(monkeypatch):
+    fault = "refs.data.at[page, :, within]", "refs.data.at[page, :, jnp.where(first == 8, 0, within)]"
+    put_fault((page_write_gpu, *fault), monkeypatch)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        assert not gpu_writes.compare("int8", (1, 64))["passed"]
 
 
 def test_page_writes_are_timed(monkeypatch):
