@@ -79,6 +79,10 @@ def started(command: Sequence[str]) -> Iterator[Callable[[float], Ended]]:
         file, errors = Path(folder, "lines"), Path(folder, "errors")
         words = [str(file) if word == "FILE" else word for word in command]
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if "--interpret" in command:
+            # Interpreted warp groups wait for one another, in threads of which JAX has as many as devices.
+            devices = "--xla_force_host_platform_device_count=8"
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
         with errors.open("w") as stream:
             process = subprocess.Popen(
                 [sys.executable, *words],

@@ -426,6 +426,13 @@ def test_the_interpreter_s_checks_are_not_looked_for_among_others(monkeypatch, c
         run_bench(monkeypatch, capsys, nothing, "latent_128_heads", "--interpret")
 
 
+def test_interpreted_warp_groups_have_threads_enough(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--own")
+    say = "import json, os, sys; print(json.dumps(os.environ['XLA_FLAGS']), file=open(sys.argv[1], 'w'))"
+    ended = bench_gpu.run(["-c", say, "FILE", "--interpret"], 30)
+    assert ended.lines == ["--own --xla_force_host_platform_device_count=8"]
+
+
 def test_page_writes_alone_ask_for_no_checks_of_attention(monkeypatch, capsys):
     nothing, line = bench_gpu.Ended([], None, is_late=False), {"page_write": "64_decodes", "passed": True}
     assert run_bench(monkeypatch, capsys, nothing, "page_write", written=[line]) == [line]
